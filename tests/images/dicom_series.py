@@ -45,13 +45,14 @@ ELEMENTS = {
 """The tag and the type of each attribute."""
 
 WRITTEN: dict[Path, tuple[npt.NDArray[Any], dict[str, Any]]] = {}
-"""What each file was written from."""
+"""The array and attributes from which each file was written."""
 
 
 def write_slice(path: Path, pixels: npt.NDArray[Any], **attributes: Any) -> Path:
     """Write one slice of pixels (rows, columns); ``attributes`` replace those of a plain CT.
 
-    One that is None is left out, bytes are written as they are, ``syntax`` is the transfer syntax.
+    An attribute that is None is left out; bytes are written as they are; ``syntax`` is the transfer
+    syntax.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     WRITTEN[path] = (pixels, attributes)
@@ -113,7 +114,7 @@ def element(tag: int, vr: str, value: Any, is_explicit: bool = True) -> bytes:
 
 
 def change(path: Path, **attributes: Any) -> None:
-    """Change attributes of a slice; None takes one away."""
+    """Change attributes of a slice; None removes one."""
     pixels, former = WRITTEN[path]
     write_slice(path, pixels, **{**former, **attributes})
 
@@ -129,20 +130,20 @@ def write_series(
     affine: npt.NDArray[np.float64] | None = None,
     **attributes: Any,
 ) -> Path:
-    """Write a volume (X, Y, Z) as slices across its third axis, whatever that is in the patient.
+    """Write a volume (X, Y, Z) as slices across its third axis, whatever its patient axis.
 
     Args:
-        folder: New.
+        folder: The folder to create.
         array: The stored numbers.
-        affine: (4, 4) in RAS, as NIfTI has it; its third axis is at right angles to the others.
-        attributes: What replaces those of a plain CT.
+        affine: (4, 4) in RAS, as in NIfTI; the third axis is perpendicular to the others.
+        attributes: Attributes that replace those of a plain CT.
     """
     affine = np.diag([0.7, 0.8, 2.5, 1.0]) if affine is None else affine
     lps = LPS_FROM_RAS @ affine
     column_mm, row_mm = np.linalg.norm(lps[:3, :2], axis=0)
     directions = [*(lps[:3, 0] / column_mm), *(lps[:3, 1] / row_mm)]
     for number in range(array.shape[2]):
-        # Names say nothing about the order.
+        # The names of the files say nothing about their order.
         name = f"IM{(7 * number + 3) % 10007:05d}"
         write_slice(
             folder / name,

@@ -38,7 +38,7 @@ META = {
 
 
 def nrrd_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
-    """Return an NRRD file; ``changes`` replace fields, with _ for a space, or take them away."""
+    """Return an NRRD file; ``changes`` replace fields, with _ for a space; None removes one."""
     fields: dict[str, Any] = {**NRRD, **{k.replace("_", " "): v for k, v in changes.items()}}
     lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
     head = "\n".join(["NRRD0004", "# a remark", "note:=any: thing", *lines, "", ""]).encode()
@@ -48,9 +48,9 @@ def nrrd_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
 
 
 def meta_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
-    """Return a MetaImage; ``changes`` replace fields, or take them away."""
+    """Return a MetaImage; ``changes`` replace fields; None removes one."""
     fields: dict[str, Any] = {**META, "ElementDataFile": "LOCAL", **changes}
-    fields["ElementDataFile"] = fields.pop("ElementDataFile")  # the last one
+    fields["ElementDataFile"] = fields.pop("ElementDataFile")  # must be the last field
     lines = [f"{name} = {value}" for name, value in fields.items() if value is not None]
     if voxels is None:
         voxels = zlib.compress(VOXELS) if fields["CompressedData"] == "True" else VOXELS

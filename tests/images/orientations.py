@@ -14,11 +14,11 @@ ORIENTATIONS = [
 
 
 def turn_to(codes: str, affine: npt.NDArray[np.float64] | None = None) -> npt.NDArray[np.float64]:
-    """Return the turn to other axes, as ``as_reoriented`` and ``apply_orientation`` take it.
+    """Return the argument of nibabel's ``as_reoriented`` or ``apply_orientation`` for new axes.
 
     Args:
-        codes: Where the stored axes lead, such as RAS.
-        affine: The affine of the image that is turned; None: its axes are RAS.
+        codes: Directions of the new stored axes, such as RAS.
+        affine: The affine of the image to reorient; None: its axes are RAS.
     """
     wanted = nib.orientations.axcodes2ornt(tuple(codes))
     now = nib.io_orientation(np.eye(4) if affine is None else affine)

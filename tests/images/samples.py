@@ -1,4 +1,4 @@
-"""Small data sets, written with nibabel alone, and what is said of volumes that are refused."""
+"""Small data sets, written with nibabel alone, and the message for a volume that is refused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def held_image(
     inter: float = 0.0,
     spacing_mm: Spacing = (1, 1, 1),
 ) -> Image:
-    """Return an image of an array (C, X, Y, Z) in memory, of which nothing is copied."""
+    """Return an image of an array (C, X, Y, Z) in memory, without a copy."""
     voxels = np.moveaxis(array, 0, 3)
     geometry = geometry_of_affine(Path("held"), voxels.shape, np.diag([*spacing_mm, 1.0]))
     source = Source(geometry, array.dtype, lambda scratch: voxels, slope=slope, inter=inter)
@@ -43,14 +43,14 @@ def read_image(path: Path) -> npt.NDArray[np.float32]:
 
 
 def loaded(path: Path) -> Any:
-    """Return what nibabel loads; by its name it would take one plain file for a packed one."""
+    """Return what nibabel loads, even if an uncompressed file's name ends in .gz."""
     if path.name == "notgz_image.nii.gz":
         return nib.Nifti1Image.from_bytes(path.read_bytes())
     return nib.load(path)
 
 
 def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
-    """Return what is said of a volume that is refused: one line, with its name."""
+    """Return the message of a refusal, after checking that it is one line with the path."""
     with pytest.raises(VolumeError) as caught:
         read(path)
     message = str(caught.value)
@@ -65,7 +65,7 @@ def write_json(path: Path, tree: Any) -> Path:
 
 
 def blob_label(shape: Shape, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Two touching boxes, of the values 1 and 2, at a place that the seed decides."""
+    """Return two touching boxes, of the values 1 and 2, at a place that the seed determines."""
     label = np.zeros(shape, np.uint8)
     rng = np.random.default_rng(seed)
     x, y, z = (int(rng.integers(0, size // 2)) for size in shape)
@@ -76,7 +76,7 @@ def blob_label(shape: Shape, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 
 def msd_entry(number: int, **changes: Any) -> dict[str, Any]:
-    """Return what dataset.json holds of a case of :func:`write_msd`."""
+    """Return the entry of dataset.json for a case of :func:`write_msd`."""
     files = {name: f"./{name}sTr/case_{number}.nii.gz" for name in ("image", "label")}
     return {**files, **changes}
 
@@ -139,11 +139,11 @@ def noise(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
 
 READERS: tuple[Callable[[Path], Any], ...] = (open_image, read_image, read_label)
 MAX_BYTES = 2**22
-"""What reading a small file may allocate for an array, whatever its header claims."""
+"""Most bytes that reading a small file may allocate for an array, whatever its header claims."""
 
 
 def read_or_refuse(path: Path) -> None:
-    """Read a volume in every way: that works, with numbers that make sense, or is refused."""
+    """Read a volume in every way: it is read, with plausible numbers, or refused in one line."""
     for read in READERS:
         try:
             found = read(path)

@@ -36,7 +36,7 @@ FLOATS = [*NUMBERS, 0.5, -0.0, np.nan, np.inf, -np.inf, 1e30, 1e-30, 1e300, 1e-3
 
 
 def content_of(name, byte_order="<"):
-    """Return the header of a small valid volume, and all that follows it, uncompressed."""
+    """Return the header of a small valid volume, and the bytes that follow it, uncompressed."""
     array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
     affine = np.array([[0.8, 0.1, 0, 5], [-0.1, 0.8, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1]])
     kind = FORMATS[name]
@@ -77,7 +77,7 @@ def test_what_is_mutated_below_can_be_read(tmp_path):
 
 
 def fields(dtypes, numbers):
-    """Return what may be written into fields of a header, in both orders of bytes."""
+    """Return strategies for bytes to write into fields of a header, in both byte orders."""
     with np.errstate(all="ignore"):
         values = [np.array(number).astype(dtype) for dtype in dtypes for number in numbers]
     return [raw for value in values for raw in (value.tobytes(), value.byteswap().tobytes())]
@@ -118,7 +118,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path):
     pair.with_suffix(".img").unlink()
     os.mkfifo(pair.with_suffix(".img"))
     with socket.socket(socket.AF_UNIX) as server:
-        with contextlib.chdir(tmp_path):  # the name of a socket may have 107 bytes
+        with contextlib.chdir(tmp_path):  # the path of a socket may have 107 bytes
             server.bind("socket.nii")
         for read in READERS:
             assert "it is not a regular file" in refusal(tmp_path / "pipe.nii.gz", read)
@@ -132,7 +132,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["one.nii.gz", "scan.mgz"])
 def test_a_compressed_file_may_be_damaged_anywhere(tmp_path, name):
-    """Also in what is unpacked of it to read the header alone."""
+    """Also in the part that is decompressed to read the header alone."""
     header, rest = content_of(name)
     content = gzip.compress(header + rest, mtime=0)
     path = tmp_path / name
@@ -158,20 +158,20 @@ def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path):
 
 
 def changed(place, raw):
-    """Return a header with other bytes at a place, and all that follows it."""
+    """Return a header with other bytes at a place, and the bytes that follow it."""
     header, rest = content_of("one.nii")
     return header[:place] + raw + header[place + len(raw) :], rest
 
 
 def test_a_plain_file_may_not_go_on_either(tmp_path):
     path = write(tmp_path, "one.nii", *content_of("one.nii"))
-    os.truncate(path, 2**33)  # a hole, which takes no space
+    os.truncate(path, 2**33)  # a sparse file, which takes no space
     assert "after the voxels that its header describes" in refusal(path, open_image)
 
 
 def test_a_false_offset_in_a_packed_file_takes_no_memory(tmp_path):
     header, rest = changed(108, struct.pack("<f", 1e9))
-    zeros = gzip.compress(bytes(2**20), mtime=0) * 2**11  # compressed one by one, which is quick
+    zeros = gzip.compress(bytes(2**20), mtime=0) * 2**11  # MiB by MiB, which is quick
     path = tmp_path / "far.nii.gz"
     path.write_bytes(gzip.compress(header + rest, mtime=0) + zeros)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -180,7 +180,7 @@ def test_a_false_offset_in_a_packed_file_takes_no_memory(tmp_path):
 
 
 def test_sizes_of_extensions_may_lie(tmp_path):
-    """An extension that claims 2 GB, in a file that unpacks to enough zeros to hold it."""
+    """An extension claims 2 GB, in a file that decompresses to enough zeros to hold it."""
     for name in ("one.nii.gz", "two.nii.gz", "one.hdr", "one.nii"):
         header, rest = content_of(name)
         extension = b"\1\0\0\0" + struct.pack("<ii", 2**31 - 16, 6)
@@ -219,7 +219,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(tmp_path, monk
     record = np.frombuffer(header, nib.Nifti2Header.template_dtype).copy()
     record["dim"][0][:4] = 3, 40_000, 40_000, 1_000
     path = write(tmp_path, "two.nii", record.tobytes(), b"")
-    os.truncate(path, 544 + 2 * 1_600_000_000_000)  # a hole, which takes no space
+    os.truncate(path, 544 + 2 * 1_600_000_000_000)  # a sparse file, which takes no space
     monkeypatch.setattr(host, "available_bytes", lambda: 2**34)
     for read in (read_image, read_label):
         message = refusal(path, read)

@@ -1,4 +1,4 @@
-"""Folders of DICOM slices: a volume is read, and what is none is refused with the reason."""
+"""Folders of DICOM slices: a volume is read; anything else is refused with the reason."""
 
 import os
 import shutil
@@ -54,10 +54,10 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
     for name in ("README", "LICENSE", "notes.txt", "scan.json", "list.csv", "protocol.xml"):
         (series / name).write_text("not DICOM")
     assert open_image(series).geometry.shape == (5, 4, 6)
-    if ending != ".12":  # names may have nothing in common, as those made of hashes
+    if ending != ".12":  # names without a common part, such as hashes
         other = [series / f"{name}{ending}" for name in ("3F2A", "b7", "0c", "D4D", "e55e", "99")]
         slices = [path.rename(new) for path, new in zip(slices, other, strict=True)]
-    for number in (0, 3, 5):  # the last one leaves no gap
+    for number in (0, 3, 5):  # without the last slice no gap would show
         whole = slices[number].read_bytes()
         for content, said in (
             (b"", "is named like the slices beside it but is not a DICOM file; it is damaged"),
@@ -92,7 +92,7 @@ def test_slices_that_are_missing_or_twice_there_are_named(series):
 
 def test_a_tilted_gantry_is_refused(series):
     for number, path in enumerate(in_order(series)):
-        # The table moves along Z while the slices lean by 12 degrees.
+        # The table moves along Z while slices are tilted by 12 degrees.
         lean = [0, float(np.cos(np.radians(12))), float(-np.sin(np.radians(12)))]
         change(path, ImageOrientationPatient=[1, 0, 0, *lean])
         change(path, ImagePositionPatient=[0, 0, 2.5 * number])

@@ -1,4 +1,4 @@
-"""Single slices: intensities are those that the header means, and no file ends but in one line."""
+"""Single slices: intensities are as the header means, and damaged files end in one line."""
 
 import numpy as np
 import pytest
@@ -147,7 +147,7 @@ def test_nested_elements_are_passed_over(tmp_path):
     path = write_slice(tmp_path / "a", PIXELS, PrivateCreator="x")
     content = path.read_bytes()
     place = content.index(b"\x29\x00\x10\x00LO")
-    unknown = item + undefined + b"\x28\x00\x10\x00" + bytes(4) + item_end + end  # without types
+    unknown = item + undefined + b"\x28\x00\x10\x00" + bytes(4) + item_end + end  # no types written
     for vr, value in ((b"SQ", sequence), (b"UN", unknown)):
         added = b"\x29\x00\x01\x10" + vr + bytes(2) + undefined + value
         path.write_bytes(content[:place] + added + content[place:])
@@ -158,7 +158,7 @@ def test_nested_elements_are_passed_over(tmp_path):
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    """Return a slice whose bytes may be changed, and its bytes before that."""
+    """Return a slice, with bytes to change, and the bytes before these."""
     path = tmp_path_factory.mktemp("slice") / "a"
     write_slice(path, PIXELS[:4, :6], RescaleSlope=2, RescaleIntercept=0)
     return path, path.read_bytes()

@@ -83,7 +83,7 @@ def test_files_are_read_and_written_in_any_case_of_letters(tmp_path, suffix):
     np.testing.assert_array_equal(read_label(label).array, ARRAY)
 
 
-# nibabel leaves it to the garbage collector to close a plain .mgh file.
+# nibabel leaves an uncompressed .mgh file open until the garbage collector closes it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("suffix", [".mGz", ".MGH"])
 def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
@@ -102,7 +102,7 @@ def test_analyze_files_are_refused(tmp_path):
 
 
 def test_a_format_is_a_module_and_a_line_of_the_table(tmp_path, monkeypatch):
-    """Stored along Z, X, Y: a module says so, and all else follows."""
+    """The format stores Z, X, Y: its module says so, and everything else works."""
     affine = np.array([[0, 2.0, 0, 5], [0, 0, 3, 6], [4, 0, 0, 7], [0, 0, 0, 1]])
 
     def open_file(path):

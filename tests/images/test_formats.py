@@ -1,4 +1,4 @@
-"""A volume is the same in every format: read by us, and by SimpleITK, in every orientation."""
+"""A volume is the same in every format, read by us and by SimpleITK, in every orientation."""
 
 import itertools
 
@@ -17,7 +17,7 @@ SPACING_MM = (0.7, 0.8, 2.5)
 
 
 def affine_along(axes, signs, angles=(0, 0, 0)):
-    """Return the affine of an array whose axes are those of the patient, turned about X, Y, Z."""
+    """Return the affine of an array with these patient axes, turned about X, Y and Z."""
     affine = np.eye(4)
     directions = np.eye(3)[:, axes] * signs * SPACING_MM
     affine[:3, :3] = nib.eulerangles.euler2mat(*angles) @ directions
@@ -36,7 +36,7 @@ AFFINES = [
 
 
 def write_itk(path, array, affine):
-    """Write an array (X, Y, Z) whose affine is that of NIfTI through SimpleITK."""
+    """Write an array (X, Y, Z) with an affine of NIfTI by SimpleITK."""
     image = sitk.GetImageFromArray(np.ascontiguousarray(array.T))
     lps = np.diag([-1, -1, 1, 1]) @ affine
     spacing = np.linalg.norm(lps[:3, :3], axis=0)
@@ -66,11 +66,11 @@ def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
         path = write_itk(tmp_path / name, ARRAY, affine)
         volume = open_image(path)
         compare(volume, affine)
-        # A segmentation lies voxel on voxel on the scan, for SimpleITK too.
+        # For SimpleITK, too, a segmentation lies on its scan voxel by voxel.
         ras = np.asanyarray(canonical(labels, affine).dataobj)
         write_label(tmp_path / "seg.nii.gz", ras, volume.geometry)
         scan = sitk.ReadImage(str(path))
-        # Its axes as they are stored are those of SimpleITK, in reverse.
+        # Its stored axes are SimpleITK's in reverse order.
         stored = open_image(path).as_stored()
         np.testing.assert_array_equal(stored.whole()[0].T, sitk.GetArrayFromImage(scan))
         assert stored.geometry.spacing_mm == scan.GetSpacing()
@@ -89,7 +89,7 @@ def test_slices_lie_where_their_positions_say(tmp_path, affine):
     folder = write_series(tmp_path / "series", ARRAY, affine)
     volume = open_image(folder)
     compare(volume, affine)
-    # Slices follow each other along the vector product of row and column, as GDCM has them.
+    # As in GDCM, slices follow each other along the vector product of row and column.
     along = 1 if np.linalg.det(affine) > 0 else -1
     stored = open_image(folder).as_stored()
     np.testing.assert_array_equal(stored.whole()[0], ARRAY[..., ::along])

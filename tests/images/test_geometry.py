@@ -17,7 +17,7 @@ def save(path, array, affine):
 
 @pytest.mark.parametrize("degrees", [0, 15, 30])
 def test_the_volume_of_a_voxel_is_base_times_height(degrees):
-    """Also of a CT whose table moves along Z while the gantry is tilted about X."""
+    """Also for a CT whose table moves along Z while the gantry is tilted about X."""
     rotation = Rotation.from_euler("xyz", [10, 20, 30], degrees=True).as_matrix()
     affine = np.diag([0.8, 0.8, 2.0, 1.0])
     affine[:3, 1] = Rotation.from_euler("x", degrees, degrees=True).apply(affine[:3, 1])
@@ -30,7 +30,7 @@ def test_the_volume_of_a_voxel_is_base_times_height(degrees):
 
 @pytest.mark.parametrize("angles", [(45, 0, 0), (0, 45, 45)])
 def test_noise_does_not_part_the_grids_of_rotated_volumes(tmp_path, angles):
-    """At 45 degrees rounding decides which axis is called X, in each file anew."""
+    """At 45 degrees rounding decides which axis is called X, and it differs between files."""
     rng = np.random.default_rng(0)
     array = rng.integers(0, 5, (7, 8, 9)).astype(np.uint8)
     affine = np.eye(4)
@@ -73,7 +73,7 @@ def test_half_a_voxel_is_told_at_every_scale(tmp_path, scale):
 
 
 def test_single_precision_far_from_the_origin_does_not_part_grids(tmp_path):
-    """A stage position of 15 mm in single precision is exact to 1e-6 mm, the voxels have 4e-6."""
+    """In single precision a stage position of 15 mm is off by 1e-6 mm; the voxels have 4e-6 mm."""
     affine = np.diag([4e-6, 4e-6, 4e-6, 1])
     affine[:3, 3] = 15.0
     noisy = affine.copy()

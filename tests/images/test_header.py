@@ -1,4 +1,4 @@
-"""The spacing of a scan: as its file has it, which is what nnU-Net's readers return."""
+"""The spacing of a scan is as in its file, which nnU-Net's readers return, too."""
 
 import math
 
@@ -11,14 +11,14 @@ from tests.images.orientations import turn_to
 from unet3d.images.image import open_image
 
 FINE_MM = (0.3515625, 0.4296875, 0.7)
-"""180 and 220 mm / 512, of which the last digit is lost at six of them, and what no float32 is."""
+"""180 and 220 mm / 512, which lose a digit at six decimals; and a number that is no float32."""
 
 STRAIGHT = np.eye(3)
 TURNED = nib.eulerangles.euler2mat(0.3, -0.2, 0.5)
 
 
 def write_nifti(path, codes, spacing_mm, shape=(3, 4, 5), directions=STRAIGHT, **fields):
-    """Write a scan of that shape and spacing in RAS, which is stored otherwise."""
+    """Write a scan with this shape and spacing in RAS, stored with other axes."""
     affine = np.eye(4)
     affine[:3, :3] = directions * spacing_mm
     image = nib.Nifti1Image(np.zeros(shape, np.uint8), affine)

@@ -25,7 +25,7 @@ SCALINGS = ((1.0, 0.0), (0.25, 0.0), (1.0, -1024.0), (-0.3, 17.5))
 
 
 def stored_numbers(dtype, shape, seed=0):
-    """Return numbers over all that a type can hold, with some zeros."""
+    """Return numbers over the whole range of a type, with some zeros."""
     rng = np.random.default_rng(seed)
     kind = np.dtype(dtype)
     if kind.kind == "f":
@@ -39,7 +39,7 @@ def stored_numbers(dtype, shape, seed=0):
 
 
 def scaled(stored, slope, inter):
-    """Return what numbers stand for, computed in float64."""
+    """Return the values that stored numbers represent, computed in float64."""
     return (stored.astype(np.float64) * slope + inter).astype(np.float32)
 
 
@@ -49,14 +49,14 @@ def write_stored(path, stored, slope, inter):
     image = nib.Nifti1Image(stored, np.eye(4), nib.Nifti1Header(endianness=endianness))
     image.header.set_data_dtype(stored.dtype)
     content = bytearray(image.to_bytes())
-    # The NIfTI standard: scl_slope and scl_inter, in float32, at bytes 112 and 116.
+    # scl_slope and scl_inter of the NIfTI standard, in float32, at bytes 112 and 116.
     content[112:120] = np.array([slope, inter], f"{endianness}f4").tobytes()
     path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
     return path
 
 
 def assert_like(image, expected):
-    """See that all that can be asked of an image is that of an array (C, X, Y, Z)."""
+    """Check that every method of an image returns what an array (C, X, Y, Z) has."""
     shape = expected.shape[1:]
     assert (image.shape, image.num_channels) == (expected.shape, len(expected))
     assert image.geometry.shape == shape
@@ -112,8 +112,8 @@ def test_every_order_and_direction_of_the_axes(axes, steps, order, monkeypatch):
     before = turned.copy()
     image = held_image(turned, *scaling)
     assert_like(image, scaled(before, *scaling))
-    np.testing.assert_array_equal(turned, before)  # nobody changes an array of the user
-    # The pieces are planes that lie together in what is stored.
+    np.testing.assert_array_equal(turned, before)  # the user's array is not changed
+    # The pieces are planes that are contiguous in the stored array.
     slowest = axes.index(0 if order == "C" else 2)
     assert image.slowest_axis == slowest
     whole = [slice(0, n) for n in image.shape[1:]]
@@ -150,7 +150,7 @@ def test_what_float32_cannot_hold_becomes_infinite():
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mapped", "<i2"), ("scratch", "<f4")])
 def test_a_file_is_not_held_in_memory(kind, dtype, tmp_path, monkeypatch):
-    """24 MB or 12 of which at most some planes are there at a time."""
+    """Of 24 or 12 MB, at most some planes are in memory at a time."""
     monkeypatch.setattr(image_module, "PIECE_VOXELS", 2**16)
     shape = (200, 200, 150)
     array = np.random.default_rng(0).integers(0, 1000, shape).astype(dtype)
@@ -192,8 +192,8 @@ def test_a_part_may_be_open_at_its_ends_and_be_as_it_is_stored(tmp_path):
     np.testing.assert_allclose(
         part.geometry.affine[:3, 3], (image.geometry.affine @ [0, 1, 2, 1])[:3], rtol=1e-6
     )
-    # X of the image runs against the second axis of the file, Y with the third, Z against the
-    # first; of these 7 voxels the image's 2 to 5 are the file's 1 to 4.
+    # X of the image runs against the second axis of the file, Y with the third, and Z against the
+    # first: voxels 2 to 5 of these 7 in the image are voxels 1 to 4 in the file.
     stored = image.as_stored().cut((slice(1, 5), slice(None), slice(1, None)))
     np.testing.assert_array_equal(stored.whole()[0], array[1:5, :, 1:])
     np.testing.assert_array_equal(
@@ -205,7 +205,7 @@ def test_a_part_may_be_open_at_its_ends_and_be_as_it_is_stored(tmp_path):
 
 
 def test_a_chunked_array_is_read_box_by_box():
-    """Whatever is sliced like an array is a source: no box needs more than itself."""
+    """Any object that can be sliced like an array is a source, and a box reads only itself."""
 
     class Chunked:
         def __init__(self, array):

@@ -1,6 +1,6 @@
-"""NRRD files and MetaImages as people and programs write them, and as they are damaged.
+"""NRRD files and MetaImages as programs write them, and damaged ones.
 
-The references are arrays and affines that SimpleITK, or a header written here, put into a file.
+The references are arrays and affines that SimpleITK, or a header written here, puts into a file.
 """
 
 import gzip
@@ -192,7 +192,7 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
         (b"", "is empty (0 bytes)"),
         (b"\x00\x01no header\n", "does not begin with a whole header of MetaImage"),
         (b"NDims = 3\nElementDataFile = LOCAL", "does not begin with a whole header of MetaImage"),
-        (meta_bytes(NDims="99999999999"), "ndims must be '3', but is"),  # ends the process in ITK
+        (meta_bytes(NDims="99999999999"), "ndims must be '3', but is"),  # ITK would end the process
         (meta_bytes(BinaryData="False"), "binarydata must be 'true', 't' or '1', but is 'false'"),
         (
             meta_bytes(ElementNumberOfChannels="3"),
@@ -272,4 +272,4 @@ def test_fields_and_bytes_may_be_anything(folder, capfd, name, voxels, changes, 
     for place, value in changes:
         content[place % len(content)] = value
     read_or_refuse(written(folder / name, content[:end]))
-    assert capfd.readouterr().err == ""  # MetaIO writes there what it does not understand
+    assert capfd.readouterr().err == ""  # MetaIO prints there what it cannot read

@@ -1,4 +1,4 @@
-"""Names of labels in the header: as TotalSegmentator and nibabel read them, damaged, or hostile."""
+"""Names of labels in the header: readable by TotalSegmentator and nibabel, damaged, or hostile."""
 
 import gzip
 import struct
@@ -30,7 +30,7 @@ def test_names_come_back_and_the_voxels_are_where_they_were(name, geometry, tmp_
     np.testing.assert_array_equal(read_label(path).array, labels)
     image = nib.load(path)
     np.testing.assert_array_equal(np.asarray(image.dataobj), labels)
-    # What TotalSegmentator's reader looks for: the first extension, by this path.
+    # TotalSegmentator's reader looks for the first extension, and in it for this path.
     (extension,) = image.header.extensions
     assert extension.get_code() == 0
     root = ElementTree.fromstring(extension.get_content().rstrip(b"\0"))

@@ -24,7 +24,7 @@ UNREADABLE = {
     "derived/truncated_image.nii.gz": "marker was reached; it is damaged or incomplete: copy it",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
-"""Awkward files that cannot be used, and what is said of each."""
+"""Awkward files that cannot be used, and part of the message for each."""
 
 
 def random_volume(seed=0, shape=(5, 6, 7)):
@@ -45,7 +45,7 @@ AFFINES = {"straight": STRAIGHT, "oblique": oblique_affine(), "sheared": SHEARED
 
 
 def save_oriented(path, array, affine, codes, form):
-    """Write an RAS array with its axes stored as ``codes`` say, located by qform or sform only."""
+    """Write an RAS array stored with axes ``codes``, located only by a qform or an sform."""
     image = nib.Nifti1Image(array, affine).as_reoriented(turn_to(codes, affine))
     image.set_qform(image.affine, code=1 if form == "qform" else 0)
     image.set_sform(image.affine, code=2 if form == "sform" else 0)
@@ -53,7 +53,7 @@ def save_oriented(path, array, affine, codes, form):
 
 
 def header_bytes(path, **fields):
-    """Change fields of the header of an uncompressed NIfTI file, checking nothing."""
+    """Change fields of the header of an uncompressed NIfTI file, without any check."""
     header = nib.load(path).header.copy()
     for name, value in {"vox_offset": 352, **fields}.items():
         header[name] = value
@@ -80,7 +80,7 @@ def test_awkward_files_are_what_nibabel_loads(test_data):
 
 
 def assert_is_what_nibabel_loads(path):
-    """Compare an image and a label map, or why they are refused, with nibabel's reorientation."""
+    """Check that image and label map are as nibabel reorients them, or that they are refused."""
     reference = nib.as_closest_canonical(loaded(path))
     found = reference.get_fdata()
     expected = np.moveaxis(found.reshape(*found.shape[:3], -1), 3, 0).astype(np.float32)
@@ -90,7 +90,7 @@ def assert_is_what_nibabel_loads(path):
         assert np.array_equal(open_image(path).whole(), expected, equal_nan=True)
         return
     volume = open_image(path)
-    assert np.array_equal(volume.whole(), expected)  # a fifth of the time of numpy.testing
+    assert np.array_equal(volume.whole(), expected)  # takes a fifth of the time of numpy.testing
     assert volume.whole().dtype == np.float32 and volume.whole().flags.c_contiguous
     assert volume.geometry.shape == volume.whole().shape[1:]
     assert volume.geometry.num_channels == num_channels
@@ -185,7 +185,7 @@ def test_labels_are_written_for_every_kind_of_image(tmp_path):
     for name, image in images.items():
         nib.save(image, tmp_path / name)
         volume = open_image(tmp_path / name)
-        header = pickle.loads(pickle.dumps(volume.geometry))  # as it travels between processes
+        header = pickle.loads(pickle.dumps(volume.geometry))  # as between processes
         assert header.num_channels == 1
         write_label(tmp_path / "label.nii.gz", (volume.whole()[0] > 100).astype(np.uint8), header)
         assert same_grid(open_image(tmp_path / "label.nii.gz").geometry, header) is None
@@ -223,7 +223,7 @@ def test_labels_far_from_integers_are_refused_by_value(tmp_path):
         nib.save(nib.Nifti1Image(stored, np.eye(4)), path)
         expected = f"1 voxels that are not integer labels, such as {value:g}"
         assert expected in refusal(path, read_label)
-    # An image in units of m^2/s would all be rounded away; noise beside labels is no fault.
+    # A whole image of small numbers would be rounded to 0; among labels, noise is no fault.
     stored = np.full((3, 4, 5), 7e-4)
     nib.save(nib.Nifti1Image(stored, np.eye(4)), path)
     assert "60 voxels that are not integer labels, such as 0.0007;" in refusal(path, read_label)
@@ -323,7 +323,7 @@ def test_a_damaged_file_is_refused_by_its_header_alone(plain, capfd):
     content[70:72] = struct.pack("<h", 4096)  # no data type has this code
     plain.write_bytes(content)
     assert "data code 4096 not recognized" in refusal(plain, open_image)
-    assert capfd.readouterr() == ("", "")  # nothing but the error tells of it
+    assert capfd.readouterr() == ("", "")  # no warning besides the error
 
 
 def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
@@ -344,7 +344,7 @@ def test_a_name_may_lie_about_packing(tmp_path, plain):
 
 
 def test_a_path_that_cannot_be_looked_at_is_refused_in_one_line(tmp_path):
-    """As in a folder of somebody else, where pathlib's is_dir raises an error of its own."""
+    """Such as in another user's folder, where pathlib's is_dir itself raises an error."""
     for ending in (".nii", ".hdr", ".mha", ""):
         path = tmp_path / ("x" * 300 + ending)
         with pytest.raises(VolumeError, match=f"{'x' * 300}{ending} is|too long|no file or"):
@@ -356,7 +356,7 @@ def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
         patched.setattr(np, "memmap", mock.Mock(side_effect=MemoryError))
         assert "too little memory" in refusal(plain)
     denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("unet3d.images.source.open_regular", denied)  # root may read everything
+    monkeypatch.setattr("unet3d.images.source.open_regular", denied)  # root may read every file
     assert "Permission denied" in refusal(plain)
 
 
@@ -365,7 +365,7 @@ def test_channels_in_one_file_or_in_several_are_one_array(tmp_path, monkeypatch)
     whole, first, others, shorter = (tmp_path / f"{name}.nii" for name in ("a", "b", "c", "d"))
     nib.save(nib.Nifti1Image(array, STRAIGHT), whole)
     nib.save(nib.Nifti1Image(array[..., 0], STRAIGHT), first)
-    # The others are stored from right to left, but lie where the first one lies.
+    # The others are stored from right to left, but have the same place in space.
     flip = np.diag([-1.0, 1.0, 1.0, 1.0])
     flip[0, 3] = len(array) - 1
     nib.save(nib.Nifti1Image(array[::-1, ..., 1:], STRAIGHT @ flip), others)

@@ -1,4 +1,4 @@
-"""Room for voxels: in memory, or in files that have no name."""
+"""Memory for voxels: in RAM, or in files without names."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ def test_files_have_no_name_and_are_gone_with_the_array(tmp_path):
     def held():
         lines = Path("/proc/self/maps").read_text().splitlines()
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 lines.append(os.readlink(f"/proc/self/fd/{number}"))
         return [line for line in lines if str(tmp_path) in line]
 
@@ -78,11 +78,11 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
 
 def fill(disk):
-    """Take the space of a disk of 1 MiB, and again when it is free."""
+    """Take most of a disk of 1 MiB, then more than is left, then the same after space is freed."""
     small_disk.mount(disk, "size=1m")
     scratch = Scratch(disk)
     first = scratch.empty((600, 1024), "u1", "the first")
-    first[:] = 3  # there is space for all of it
+    first[:] = 3  # the space was reserved, so nothing fails
     with pytest.raises(VolumeError, match="the second takes 600 KiB of .*: No space left on"):
         scratch.empty((600, 1024), "u1", "the second")
     del first
@@ -90,7 +90,7 @@ def fill(disk):
 
 
 def test_a_small_disk_is_an_error_and_not_a_signal(tmp_path):
-    """Without the space of a file, writing to its pages ends the process by SIGBUS."""
+    """If a file's space is not reserved, writing to its pages ends the process by SIGBUS."""
     ended = warm.run_call(fill, tmp_path)
     if "no namespaces" in ended.stderr:
         pytest.skip("a small disk needs user and mount namespaces")
@@ -116,7 +116,7 @@ def test_pages_are_given_back_and_their_content_stays(kind, tmp_path):
     }[kind]()
     if kind != "read":
         array[...] = values
-    # As the rest of the package sees it: itself, a part, turned, strided, of another type.
+    # The array as code may hold it: itself, a part, transposed, strided, or of another type.
     strided = np.lib.stride_tricks.as_strided(array, (5, 5), (array.strides[0], 1))
     turned, signed = np.asarray(array).T[::-1], array.reshape(-1).view(np.int8)[::3]
     for seen in (array, array[3:5], turned, strided, signed):

@@ -1,23 +1,24 @@
-"""The logits of a volume from its windows, all of them in memory, in float64."""
+"""The logits of a volume from all windows, in memory, in float64."""
 
 import torch
 
 from unet3d.inference.windows import gaussian_weight
 from unet3d.model import Topology
 
-STRIDES = ((1, 1, 1), (2, 2, 1), (2, 2, 2))  # in all 4, 4, 2
+STRIDES = ((1, 1, 1), (2, 2, 1), (2, 2, 2))  # strides are 4, 4, 2 in all
 TOPOLOGY = Topology(in_channels=2, num_classes=2, channels=(4, 4, 4), strides=STRIDES)
 
 
 def is_empty(window):
-    """Return whether each channel is one number."""
+    """Return whether each channel has one constant value."""
     return all(len(channel.unique()) == 1 for channel in window)
 
 
 def blended(predict, image, windows, empty_logits=None):
-    """Return the mean of what each window gives to a voxel, weighted; shape (K, X, Y, Z).
+    """Return the weighted mean of the windows' logits for each voxel; shape (K, X, Y, Z).
 
-    With the logits of a voxel that only empty windows reach, these are skipped.
+    If logits of empty voxels are given, empty windows are skipped, and voxels in no other window
+    get these logits.
     """
     padded = torch.zeros(len(image), *windows.size, dtype=image.dtype)
     padded[(slice(None), *windows.inside)] = image

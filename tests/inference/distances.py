@@ -1,4 +1,4 @@
-"""Label maps, and distances between surfaces the plain way."""
+"""Label maps, and distances between surfaces computed the simple way."""
 
 import numpy as np
 from scipy.spatial.distance import cdist
@@ -21,7 +21,7 @@ def tilted(degrees, spacing_mm):
 def nearest_mm(one, other, affine):
     """Return the distance of each surface voxel to the other mask's surface, for both masks.
 
-    A surface voxel is one with one of its six neighbours outside.
+    A surface voxel has one of its six neighbours outside of the mask.
     """
     places = []
     for mask in (one, other):

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_ranks.py`` do: segment images of the first one, and fail in some."""
+"""What the ranks of ``test_ranks.py`` do: segment images of the first rank, and fail in some."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo  # which building a network imports, and the forks need not
+import torch._dynamo  # building a network imports it, which the forks then need not do
 import torch.distributed as dist
 
 from tests.images.samples import noise
@@ -33,7 +33,7 @@ MEMBERS = (
     random_checkpoint(**EXACT, channels=(6, 8), patch_size=(18, 16, 16)),
     random_checkpoint(patch_size=None),
 )
-"""Two that differ in their weights, one of another topology and windows, one of another type."""
+"""Two that differ in weights only, one with another topology and windows, and one in float32."""
 
 
 def image_from(array):
@@ -42,7 +42,7 @@ def image_from(array):
 
 IMAGES = (
     image_from(noise((40, 24, 20))),
-    image_from(noise((40, 24, 20, 2))),  # which has a channel too many
+    image_from(noise((40, 24, 20, 2))),  # one channel too many
     image_from(np.full((40, 24, 20), np.inf)),
     image_from(noise((17, 12, 30), seed=3)),
 )
@@ -57,7 +57,7 @@ def predictor_of(group, *members, **settings):
 
 
 def check_labels(group, members, **settings):
-    """Compare labels of images, of which some cannot be segmented, with those of one process."""
+    """Compare labels of images with labels of one process; two images cannot be segmented."""
     predictor = predictor_of(group, *members, **settings)
     alone = place(Networks.of(*members), inference=InferenceSettings(**settings))
     for number, image in enumerate(IMAGES):
@@ -70,12 +70,12 @@ def check_labels(group, members, **settings):
         assert (labels is None) == (not group.is_first)
         if labels is not None:
             share = (labels == alone.segment(image)).mean()
-            least = 0.99 if ON_GPUS else 0.999  # there in bfloat16
+            least = 0.99 if ON_GPUS else 0.999  # GPUs compute the float32 network in bfloat16
             assert share == 1 or (share > least and MEMBERS[3] in members), share
 
 
 def check_non_finite(group):
-    """Go on in all ranks after an output that nothing can be done with."""
+    """Continue in all ranks after an output with infinite values."""
     predictor = predictor_of(group, MEMBERS[0])
     predict, calls = predictor.executor.predict, []
 
@@ -94,7 +94,7 @@ def check_non_finite(group):
 
 
 def check_end(group, out, how):
-    """Run out of memory in the second rank in the middle of a window, or lose it there."""
+    """In the middle of a window, the second rank runs out of memory or dies."""
     swap = GroupMessages.swap
 
     def failing(self, *arguments):
@@ -116,7 +116,7 @@ def check_end(group, out, how):
 
 
 def start(num_ranks, work, *arguments, **settings):
-    """Start ranks that are connected and do some work; return their ids."""
+    """Start ranks that are connected and call ``work``; return their process ids."""
 
     def connected():
         with joined(Ranks.from_environment(), PREDICTION) as group:
@@ -127,8 +127,8 @@ def start(num_ranks, work, *arguments, **settings):
 
 
 def main(out):
-    """Run every check; on GPUs, leave out the losses of ranks, which need none."""
-    watch.GRACE_SECONDS = 0.1  # before each error of two ranks, of which one is lost
+    """Run every check; on GPUs, leave out lost ranks, which need no GPU."""
+    watch.GRACE_SECONDS = 0.1  # the wait before each error of two ranks, one of which is lost
     three = 2 if ON_GPUS else 3
     runs = [
         start(three, check_labels, MEMBERS[:1]),

@@ -1,4 +1,4 @@
-"""The mean of networks against PyTorch's softmax, or plain mean, in float64."""
+"""The average of networks against PyTorch's softmax or mean, in float64."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def test_it_is_the_mean_of_softmax(monkeypatch, piece):
     logits = random_logits(4, 7, 5, 6)
     expected = torch.stack([one.softmax(0) for one in logits]).mean(0)
     torch.testing.assert_close(mean_of(logits).exp(), expected, rtol=1e-13, atol=0)
-    # Neither the mean of logits nor a vote gives these classes.
+    # Neither the mean of logits nor a vote leads to these classes.
     found = mean_of(logits).argmax(0)
     assert torch.equal(found, expected.argmax(0))
     assert not torch.equal(found, torch.stack(logits).mean(0).argmax(0))
-    # What float32 cannot hold stays finite and in order.
+    # Logits beyond the range of float32 stay finite and in order.
     certain = torch.tensor([500.0, 0.0, -500.0]).reshape(3, 1, 1, 1)
     mean = mean_of([certain, -certain])
     assert mean.isfinite().all()

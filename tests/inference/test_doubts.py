@@ -1,4 +1,4 @@
-"""Scans that a network was probably not trained for: segmented, with a warning."""
+"""Scans for which a network was probably not trained: segmented, with a warning."""
 
 import numpy as np
 import pytest

@@ -91,14 +91,14 @@ def test_what_one_side_alone_has_does_not_count(tmp_path):
     array = cube((1, 1, 1), (5, 5, 5))
     for name in ("p/a", "p/b_seg", "l/a", "l/b", "l/c"):
         write(tmp_path / f"{name}.nii.gz", array)
-    # Had it counted, its label 9 would have had a Dice of 0.
+    # If it counted, its label 9 would have a Dice of 0.
     write(tmp_path / "l/d.nii.gz", cube((1, 1, 1), (5, 5, 5), value=9))
     evaluation = evaluate(tmp_path / "p", tmp_path / "l")
     assert [case.name for case in evaluation.cases] == ["a", "b"]
     assert (evaluation.labels, evaluation.mean_dice) == ((1,), 1.0)
     one = evaluate(tmp_path / "p/b_seg.nii.gz", tmp_path / "l")
     assert [case.name for case in one.cases] == ["b"]
-    assert one.without_prediction == ()  # nobody asked for the others
+    assert one.without_prediction == ()  # the other cases were not requested
     write(tmp_path / "p/z.nii.gz", array)
     with pytest.raises(DatasetError, match="z.nii.gz has no label map .*--leave-out"):
         evaluate(tmp_path / "p", tmp_path / "l")
@@ -202,7 +202,7 @@ def test_a_tilted_gantry_changes_neither_volumes_nor_distances(tmp_path, degrees
 
 
 def test_regions_and_names_are_in_the_json(tmp_path):
-    label = cube((2, 2, 2), (8, 8, 8)) + cube((4, 4, 4), (6, 6, 6))  # 1, and 2 inside
+    label = cube((2, 2, 2), (8, 8, 8)) + cube((4, 4, 4), (6, 6, 6))  # label 1, with label 2 inside
     write(tmp_path / "p" / "a.nii.gz", np.minimum(label, 1))
     write(tmp_path / "l" / "a.nii.gz", label + cube((15, 15, 15), (18, 18, 18), value=7))
     write(tmp_path / "p" / "b.nii.gz", label)

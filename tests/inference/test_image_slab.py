@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Asked:
-    """An image that notes what it was asked for, and makes later planes when it may."""
+    """An image that records which planes are requested; later planes wait for ``may_end``."""
 
     def __init__(self, image, wrong=None):
         self.image, self.there = image, Planes.of(image)
@@ -46,7 +46,7 @@ def test_windows_are_those_of_the_padded_image(size, overlap, batch_size):
         found = slab.cut(batch)
         assert found.dtype == torch.float64 and found.is_contiguous()
         assert torch.equal(found.float(), expected)
-    # Each plane is asked for once, in order.
+    # Each plane is requested once, in order.
     assert [begin for begin, _ in image.asked] == [0, *(end for _, end in image.asked[:-1])]
     assert image.asked[-1][1] == size[windows.axis]
 
@@ -66,7 +66,7 @@ def test_the_next_planes_are_made_while_windows_are_computed():
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     slab = ImageSlab(image.planes, windows, torch.float32)
     first, *others = windows.batches()
-    assert torch.equal(slab.cut(first)[0], voxels[:, :16])  # the others are still made
+    assert torch.equal(slab.cut(first)[0], voxels[:, :16])  # others are still being made
     image.may_end.set()
     for batch in others:
         slab.cut(batch)
@@ -86,6 +86,6 @@ def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong):
                 slab.cut([(start, 0, 0)])
             break
         assert torch.equal(slab.cut([(start, 0, 0)])[0], voxels[:, start : start + 16])
-    # They were asked for once, and so was nothing behind them.
+    # No planes were requested twice, nor any behind the faulty ones.
     assert image.asked[-1] == (wrong, wrong + 8)
     assert len(image.asked) == len(set(image.asked))

@@ -24,18 +24,18 @@ def test_dice_per_class_is_twice_the_overlap_over_the_sum():
     assert dice_per_class(prediction, target, 5) == pytest.approx(expected)
     for dtype in (np.uint8, np.uint16, np.int64):
         arrays = prediction.numpy().astype(dtype), target.numpy().astype(dtype)
-        arrays[0].setflags(write=False)  # as a memory-mapped label map is
+        arrays[0].setflags(write=False)  # like a memory-mapped label map
         assert dice_per_class(*arrays, 5) == pytest.approx(expected)
 
 
 def test_a_shift_has_the_scores_of_the_hand():
-    # 6 x 6 x 6 voxels, shifted by one along Z, whose voxels are 2 mm.
+    # A cube of 6 x 6 x 6 voxels, shifted by one voxel along Z, which is 2 mm.
     prediction, label = cube((2, 2, 2), (8, 8, 8)), cube((2, 2, 3), (8, 8, 9))
     (score,) = score_maps(prediction, label, AFFINE, EVERY_VALUE, tolerance_mm=0.5).values()
     assert score.dice == pytest.approx(5 / 6)
     assert score.hd95_mm == pytest.approx(2.0)
     # Of the 152 surface voxels of a cube, the 36 of one face lie 2 mm off, and the inner 16 of the
-    # opposite one lie inside the other cube. Of these, 12 are 1 mm from its sides.
+    # opposite face lie inside the other cube. Of these, 12 are 1 mm from its sides.
     assert score.nsd == pytest.approx(1 - (36 + 16) / 152)
     near = score_maps(prediction, label, AFFINE, EVERY_VALUE, tolerance_mm=1.0)[1]
     assert near.nsd == pytest.approx(1 - (36 + 4) / 152)
@@ -53,7 +53,7 @@ def test_a_label_that_one_side_lacks_has_no_distance():
 
 
 def test_ignored_voxels_count_nowhere():
-    """The scores are those of maps from which the ignored part was cut away."""
+    """The scores equal those of maps from which the ignored part was cut off."""
     rng = np.random.default_rng(0)
     prediction, label = (rng.integers(0, 3, (12, 12, 12)).astype(np.uint8) for _ in "pl")
     ignored = np.zeros_like(label, dtype=bool)
@@ -65,7 +65,7 @@ def test_ignored_voxels_count_nowhere():
     cut = score_maps(prediction[:, :, :7], label[:, :, :7], AFFINE, EVERY_VALUE)
     assert ours == cut and set(ours) == {1, 2}
     assert np.array_equal(prediction, before[0]) and np.array_equal(marked, before[1])
-    # Without the option it is a label as any other.
+    # Without the option it is a label like any other.
     assert set(score_maps(prediction, marked, AFFINE, EVERY_VALUE)) == {1, 2, 9}
 
 
@@ -74,7 +74,7 @@ def test_a_region_is_scored_as_the_union_of_its_values():
     prediction, label = (rng.integers(0, 5, (9, 9, 9)).astype(np.uint8) for _ in "pl")
     scored = ScoredLabels(names={(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"})
     ours = score_maps(prediction, label, AFFINE, scored)
-    assert list(ours) == [(1, 2, 3), (2, 3), 3, 4]  # 4 belongs to none of them
+    assert list(ours) == [(1, 2, 3), (2, 3), 3, 4]  # 4 is in no region
     for region in ((1, 2, 3), (2, 3)):
         union = [np.isin(array, region).astype(np.uint8) for array in (prediction, label)]
         assert ours[region] == score_maps(*union, AFFINE, EVERY_VALUE)[1]

@@ -16,13 +16,13 @@ from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume, SlabSi
 from unet3d.preparation.prepared_image import whole_box
 
 SHAPE = (6, 5, 4)
-"""Along X, Y, Z, however it is stored."""
+"""Size along X, Y, Z, in any stored order."""
 
 BOX = (slice(1, 5), slice(0, 4), slice(1, 4))
 SIZE = (4, 4, 3)
 
 HALF = np.finfo(np.float16).eps
-"""What float16 keeps of a number below 1."""
+"""Rounding error of a float16 number below 1."""
 
 
 def header_of(codes, folder):
@@ -81,7 +81,7 @@ def test_labels_and_probabilities_of_every_orientation(axis, tmp_path):
             fill(labels, logits, axis)
             np.testing.assert_array_equal(labels.array, logits.numpy().argmax(0))
             assert labels.array.dtype == np.uint8
-            assert as_stored(labels.array, codes).flags.f_contiguous  # as it is written
+            assert as_stored(labels.array, codes).flags.f_contiguous  # as in the file
         fill(ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of()), logits, axis)
         found = np.load(path)
         assert found.dtype == np.float16
@@ -106,7 +106,7 @@ def test_what_is_outside_of_a_box_is_background(values, regions, dtype, tmp_path
     header, preprocessing = header_of("PSL", tmp_path), preprocessing_of(values, regions)
     logits = logits_of(len(regions or values), SIZE)
     inside = np.zeros(SIZE) if regions else np.array(values)[logits.numpy().argmax(0)]
-    for region, number in zip(regions, logits.numpy(), strict=False):  # in their order
+    for region, number in zip(regions, logits.numpy(), strict=False):  # in written order
         inside[number > 0] = region.written
     expected = np.zeros(SHAPE, dtype)
     expected[BOX] = inside
@@ -135,7 +135,7 @@ def test_certain_logits_are_certain_and_never_nan(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_an_error_arrives(number):
-    """With a later slab, or at the end."""
+    """With one of the next slabs, or at the end."""
     calls = itertools.count()
 
     def full(array):

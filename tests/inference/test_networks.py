@@ -1,4 +1,4 @@
-"""Which networks belong together, and when their files are read."""
+"""Which networks fit together, and when their files are read."""
 
 import threading
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_files_are_read_in_a_thread_while_the_first_is_in_use(tmp_path, monkeypa
 
     def load(path, part="network"):
         read.append((path.stem, part))
-        of_this = threading.current_thread()  # a process that ends waits for no daemon
+        of_this = threading.current_thread()  # other threads would delay the end of the process
         assert of_this.daemon or of_this is threading.main_thread()
         if threading.current_thread() is not threading.main_thread() and path.stem != "a":
             assert go_on.wait(20)
@@ -82,13 +82,13 @@ def test_files_are_read_in_a_thread_while_the_first_is_in_use(tmp_path, monkeypa
     found = Networks.read(paths, ALONE)
     assert read == [(name, "description") for name in "abc"]
     assert all(weight.is_meta for one in found.described for weight in one.model.values())
-    first = found[0]  # the others are not there yet
+    first = found[0]  # the other networks are still being read
     go_on.set()
     for name, of_file in zip("abc", [first, found[1], found[-1]], strict=True):
         expected = load_checkpoint(tmp_path / f"{name}.pt").model
         for key, weight in of_file.model.items():
             assert torch.equal(weight, expected[key])
-    assert found[2] is found[2]  # once
+    assert found[2] is found[2]  # it is read once
     assert sorted(read[3:]) == [(name, "network") for name in "abc"]
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path):
     paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt")]
     content = bytearray(paths[1].read_bytes())
     value = load_checkpoint(paths[1]).model["encoder.levels.0.0.conv.weight"].numpy().tobytes()
-    content[content.index(value)] ^= 1  # a digit of a weight
+    content[content.index(value)] ^= 1  # one bit of a weight
     paths[1].write_bytes(content)
     found = Networks.read(paths, ALONE)
     found[0].build_model()

@@ -1,4 +1,4 @@
-"""What a prediction computes in, and in which mode."""
+"""The precision of a prediction, and its mode."""
 
 from dataclasses import replace
 
@@ -17,10 +17,10 @@ from unet3d.inference.predictor import Predictor
 from unet3d.parallel import precision
 
 CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
-"""Of windows with four planes, and a stride of two."""
+"""A network with windows of four planes and a stride of two."""
 
 BATCH_NORM = replace(CHECKPOINT, topology=replace(CHECKPOINT.topology, norm="batch"))
-"""Which has no slabs."""
+"""The same network with batch norm, which cannot be divided into slabs."""
 
 
 def test_slabs_in_one_process_are_refused():
@@ -70,16 +70,16 @@ def test_devices_of_one_kind_take_replicas_where_windows_fit():
     assert mode_of(*["cpu"] * 4, checkpoint=BATCH_NORM) == "data"
     whole = replace(CHECKPOINT, patch_size=None)
     assert mode_of(*["cpu"] * 7, checkpoint=whole, window=(6, 6, 6)) == "data"
-    assert mode_of(*["cpu"] * 7, window="whole") == "spatial"  # whose planes nobody knows yet
+    assert mode_of(*["cpu"] * 7, window="whole") == "spatial"  # planes are not known yet
     assert mode_of(*["cpu"] * 7, checkpoint=whole) == "spatial"
     assert mode_of("cpu", "cpu", checkpoint=replace(BATCH_NORM, patch_size=None)) == "model"
 
 
 def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_planes(monkeypatch):
-    # 4 channels: three maps in bfloat16, and of each class logits of two replicas in bfloat16, as
-    # they come and joined, and those of one in float32.
+    # For 4 channels: three maps in bfloat16; for each class the logits of two replicas in bfloat16,
+    # separate and joined, and logits of one replica in float32.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4)
-    memory = 4 * (4 * 16 * 16 * voxel_bytes)  # of which a quarter is for windows
+    memory = 4 * (4 * 16 * 16 * voxel_bytes)  # a quarter is for windows
     monkeypatch.setattr(placing, "device_bytes", lambda device: memory)
     assert mode_of("cpu", "cpu") == "data"
     assert mode_of("cpu", "cpu", window=(4, 16, 18)) == "spatial"
@@ -87,12 +87,12 @@ def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_plane
     assert mode_of("cpu", "cpu") == "spatial"
     assert mode_of(*["cpu"] * 4) == "spatial"
     assert mode_of(*["cpu"] * 5) == "model"
-    assert mode_of(*["cpu"] * 5, window=(5, 16, 16)) == "spatial"  # of which six are computed
+    assert mode_of(*["cpu"] * 5, window=(5, 16, 16)) == "spatial"  # padded to six planes
     assert mode_of("cpu", "cpu", checkpoint=BATCH_NORM) == "model"
 
 
 def test_mirror_images_take_memory_too(monkeypatch):
-    # Beside what was counted above: the sum in float32, and an image's logits turned back.
+    # In addition: the sum in float32, and the logits of an image, mirrored back.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4) + 3 * (4 + 2)
     memory = 4 * (4 * 16 * 16 * voxel_bytes)
     changes = ("patches.augmentation_details.mirror_axes=x",)
@@ -111,7 +111,7 @@ def test_a_mode_that_is_named_stays(mode):
 def test_several_ranks_have_a_slab_each():
     assert mode_of("cpu", "cpu", ranks=place(1, 2)) == "spatial"
     assert mode_of(ranks=place(0, 2), mode="spatial") == "spatial"
-    assert mode_of(ranks=place(0, 2), mode="data") == "data"  # or scans of its own
+    assert mode_of(ranks=place(0, 2), mode="data") == "data"  # or each rank has its own scans
     for mode in ("none", "model"):
         with pytest.raises(ConfigError, match=f"2 ranks were started, but --parallel {mode} pred"):
             mode_of(ranks=place(0, 2), mode=mode)

@@ -14,7 +14,7 @@ ANY_NEIGHBOUR = np.ones((3, 3, 3))
 
 
 def expected(labels, rule):
-    """Return what is left, the plain way."""
+    """Return the voxels that are left, computed the simple way."""
     mask = np.isin(labels, rule)
     components, number = ndimage.label(mask, ANY_NEIGHBOUR)
     sizes = [np.count_nonzero(components == index + 1) for index in range(number)]
@@ -35,7 +35,7 @@ def test_only_the_largest_component_of_the_values_stays(rule):
 
 
 def test_rules_are_applied_one_after_the_other():
-    # The larger part of label 1 goes with the first rule, so that the smaller one stays.
+    # The first rule removes the larger part of label 1, so the smaller part stays.
     labels = np.zeros((9, 9, 30), np.uint8)
     labels[:, :, :10] = 2
     labels[0, 0, 10:12] = 1

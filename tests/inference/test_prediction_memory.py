@@ -1,4 +1,4 @@
-"""What a prediction is said to take, beside what it takes."""
+"""The predicted memory of a prediction, against the memory that it takes."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path):
     path = scan_of(tmp_path, (64, 64, 400))
     large, small = (planned(path, network, GPU, mib * 2**20) for mib in (24_000, 1200))
     assert large["windows_at_a_time"] > small["windows_at_a_time"] >= 1
-    sums = 64 * 64 * 64 * (network.topology.num_classes + 1) * 4  # of a window at least
+    sums = 64 * 64 * 64 * (network.topology.num_classes + 1) * 4  # logits of at least one window
     assert sums < large["device_bytes"] - 1024**3 < 2**32
     assert small["device_bytes"] < large["device_bytes"]
     assert large["slab_bytes"] < planned(path, network)["slab_bytes"]
@@ -113,7 +113,7 @@ def test_it_is_near_what_the_command_takes(tmp_path, shape, spacing):
         [sys.executable, "-m", "unet3d", "predict", *words, "--devices", "cpu"],
         stdout=subprocess.DEVNULL,
     )
-    # What the system tells of a child that has ended counts this process's memory, too.
+    # The system's figure for a child process that has ended includes this process's memory.
     peak_bytes = 0
     while child.poll() is None:
         with suppress(OSError):
@@ -122,7 +122,7 @@ def test_it_is_near_what_the_command_takes(tmp_path, shape, spacing):
             peak_bytes = max([peak_bytes, *peaks])
         time.sleep(0.02)
     assert child.returncode == 0
-    # The command counts the memory of its own process, which must not be this one.
+    # The command counts its own process's memory, so it needs a new process.
     asked = in_a_process("plan", "--predict", *words, "--json", tmp_path / "m.json")
     assert "windows of 64x64x64 voxels" in asked.stdout
     predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]

@@ -1,4 +1,4 @@
-"""From files to files: orientations, placements, windows, names of outputs, statistics."""
+"""From file to file: orientations, placements, windows, names of outputs, statistics."""
 
 import math
 from dataclasses import replace
@@ -91,7 +91,7 @@ SHEARED[1, 2] = -0.6
 
 
 def prepared_by(checkpoint, **changes):
-    """Return a network whose images are prepared otherwise."""
+    """Return a network whose images are prepared with these changes."""
     return replace(checkpoint, preprocessing=replace(checkpoint.preprocessing, **changes))
 
 
@@ -102,7 +102,7 @@ def prepared_by(checkpoint, **changes):
 def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
     codes, affine, tmp_path
 ):
-    """As one for RAS sees a file whose header says that its stored axes are those."""
+    """It segments like a network for RAS whose file declares its stored axes to be RAS."""
     array = noise((21, 17, 12))
     array[:3] = array[..., 10:] = 0
     checkpoint = random_checkpoint(spacing_mm=(0.9, 1.0, 1.7), changes=MIRRORED)
@@ -128,7 +128,7 @@ def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
 
 
 def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path):
-    """49 voxels of 500 mm / 512 are 24.5 of twice that: as NumPy rounds, 24."""
+    """49 voxels of 500 mm / 512 are 24.5 at twice the spacing; NumPy rounds that to 24."""
     path = write_volume(tmp_path / "scan.nii", noise((49, 16, 16)), (0.9765625, 1.0, 1.0))
     checkpoint = random_checkpoint(spacing_mm=(1.953125, 1.0, 1.0), patch_size=(16, 16, 16))
     network = prepared_by(checkpoint, interpolation=Interpolation(clips=True))
@@ -156,14 +156,14 @@ def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, cap
     np.testing.assert_array_equal(off.segment(image), usual)
     other = random_checkpoint(postprocessing=((1,), (2,)))
     kept = usual.copy()
-    keep_largest(kept, ((2,),))  # what both of them keep
+    keep_largest(kept, ((2,),))  # the only rule that both have
     np.testing.assert_array_equal(place(Networks.of(checkpoint, other)).segment(image), kept)
     place(Networks.of(checkpoint, random_checkpoint()))
     assert "post-processing: none, because the networks have none in common" in caplog.messages
 
 
 def test_what_is_zero_around_a_scan_is_background(tmp_path):
-    """The rest is segmented as a scan that was cut to it before."""
+    """The rest is segmented like a scan that was cropped before."""
     checkpoint = random_checkpoint(spacing_mm=(1.5, 0.8, 2.0), label_values=(0, 5, 300))
     predictor = place(prepared_by(checkpoint, crops_to_nonzero=True))
     array = noise((20, 22, 18))
@@ -179,7 +179,7 @@ def test_what_is_zero_around_a_scan_is_background(tmp_path):
 
 
 def prepared(array):
-    """Return what a network gets of a scan that it neither crops nor resamples, in float64."""
+    """Return the network's input for a scan that is neither cropped nor resampled, in float64."""
     return torch.from_numpy((array - array.mean()) / array.std()).double()[None]
 
 
@@ -203,9 +203,9 @@ def test_networks_are_averaged_each_with_its_own_windows(tmp_path, averaging, de
     np.testing.assert_array_equal(*again)
     shares = [done / total for done, total in shown[: len(shown) // 2]]
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
-    # Windows of 16^3, the whole, and windows of 12x8x8, whose steps are half of that.
+    # Windows of 16^3, the whole volume, and windows of 12x8x8; windows overlap by half.
     assert {total for _, total in shown} == {2 * 2 * 1 + 1 + 3 * 4 * 3}
-    assert [done for done, _ in shown].count(0) == 2  # a scan begins once
+    assert [done for done, _ in shown].count(0) == 2  # each scan begins once
     logits = []
     for member in members:
         size, cpu = member.patch_size or array.shape, torch.device("cpu")
@@ -216,11 +216,11 @@ def test_networks_are_averaged_each_with_its_own_windows(tmp_path, averaging, de
     means = {"logits": each.mean(0), "probabilities": each.softmax(1).mean(0)}
     labels = {name: mean.argmax(0).numpy() for name, mean in means.items()}
     assert (labels["logits"] != labels["probabilities"]).sum() > 10
-    assert (again[0] == labels[averaging]).mean() > 0.999  # normalised in float32
+    assert (again[0] == labels[averaging]).mean() > 0.999  # images are normalised in float32
 
 
 def test_a_network_that_had_no_place_is_placed_by_the_next_image(tmp_path, monkeypatch):
-    """As from Python, where a program goes on after an error."""
+    """Such as in Python, where a program continues after an error."""
     networks = Networks.of(random_checkpoint(), of_another_kind())
     image = volume_of(noise(), tmp_path)
     expected = place(networks).segment(image)
@@ -244,7 +244,7 @@ def test_tta_averages_over_the_axes_of_training(tmp_path):
     with torch.no_grad():
         mean = sum(model(tensor.flip(dims)).flip(dims) for dims in ([], [2], [4], [2, 4]))[0]
     found = place(checkpoint, inference=MIRRORING).segment(image)
-    assert (found == mean.argmax(0).numpy()).mean() > 0.999  # normalised in float32
+    assert (found == mean.argmax(0).numpy()).mean() > 0.999  # images are normalised in float32
     plain = place(checkpoint).segment(image)
     assert (found != plain).mean() > 0.02
 
@@ -254,7 +254,7 @@ def test_tta_averages_over_the_axes_of_training(tmp_path):
 def test_a_gpu_gives_nearly_the_same_labels(checkpoint, predictor, tmp_path, devices):
     image = volume_of(noise((30, 25, 19)), tmp_path)
     agreement = place(checkpoint, *devices).segment(image) == predictor.segment(image)
-    assert agreement.mean() > 0.9  # logits of random weights lie close, and bfloat16 is coarse
+    assert agreement.mean() > 0.9  # random weights give close logits, and bfloat16 is coarse
 
 
 def test_channels_that_do_not_suit_the_network_are_refused(predictor, tmp_path):
@@ -266,7 +266,7 @@ def test_channels_that_do_not_suit_the_network_are_refused(predictor, tmp_path):
         place(random_checkpoint(num_channels=2)).segment(one)
 
 
-# Numbers that nothing can be computed with
+# Numbers that cannot be computed with
 
 
 def not_normalised(checkpoint):
@@ -274,11 +274,11 @@ def not_normalised(checkpoint):
 
 
 def test_intensities_that_nothing_can_be_computed_with_are_refused(checkpoint, tmp_path):
-    """Not normalised, so that all of them reach the network."""
+    """The image is not normalised, so its large numbers reach the network."""
     image = volume_of(noise() * np.float32(1e20), tmp_path)
     with pytest.raises(VolumeError, match=r"volume.nii: its normalised intens.* reach .*e\+"):
         place(not_normalised(checkpoint)).segment(image)
-    assert len(np.unique(place(checkpoint).segment(image))) == 3  # normalised they are as good
+    assert len(np.unique(place(checkpoint).segment(image))) == 3  # normalised they can be used
 
 
 def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
@@ -316,7 +316,7 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
 def test_memory_that_ends_amid_the_windows_ends_ranks_that_share_them(
     checkpoint, tmp_path, monkeypatch, is_shared, kind
 ):
-    """The others wait for the next window, so that this one cannot go on with another scan."""
+    """The other ranks wait for the next window, so this rank cannot go on with another scan."""
 
     def write(*_):
         raise MemoryError("no room")

@@ -1,4 +1,4 @@
-"""Ranks that segment images together: the labels of one process, and what ends them."""
+"""Ranks that segment images together: the same labels as one process, and how they end."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def run_ranks(folder, *more):
 
 
 def test_ranks_segment_as_one_process_and_name_what_ends_them(tmp_path):
-    """The ranks compare their labels themselves."""
+    """The ranks compare their labels themselves; see ``rank_images.py``."""
     gone = "LostRankError: rank 1 (in the start) is gone; give the same command again"
     assert run_ranks(tmp_path) == {
         "memory-0": gone,

@@ -1,4 +1,4 @@
-"""Windows dealt to replicas: who computes what, the same labels as of one, memory that runs out."""
+"""Windows divided among replicas: their shares, the labels, and memory that runs out."""
 
 from itertools import pairwise
 
@@ -19,11 +19,11 @@ from unet3d.parallel import graph
 
 CPU = torch.device("cpu")
 SHAPE = (20, 12, 16)
-"""Of 24 windows of 8^3 that overlap by half."""
+"""Size of an image with 24 windows of 8^3 that overlap by half."""
 
 
 class Replica:
-    """Notes what it is given, and answers in the same memory every time, as graphs do."""
+    """Records its inputs, and returns logits in the same memory every time, as CUDA graphs do."""
 
     input_device = output_device = CPU
 
@@ -40,7 +40,7 @@ class Replica:
 
 
 def images(first, count):
-    """Return windows that are numbers."""
+    """Return windows, each filled with its number."""
     return torch.arange(first, first + count).view(-1, 1, 1, 1, 1).expand(-1, 1, 2, 2, 2).float()
 
 
@@ -91,13 +91,13 @@ def image(tmp_path):
 
 
 def network_of(*changes, **more):
-    """Return a network in float64, whose labels do not depend on rounding."""
+    """Return a network in float64, so that labels do not depend on rounding."""
     changes = ("training.precision=float64", *changes)
     return random_checkpoint(dtype=torch.float64, changes=changes, patch_size=(8, 8, 8), **more)
 
 
 def placed(replicas, *checkpoints, device="cpu", **more):
-    """Return a predictor with so many replicas on the CPU, or one on each of several GPUs."""
+    """Return a predictor with this many replicas on the CPU, or on as many GPUs."""
     devices = ["cpu"] * replicas if device == "cpu" else map(str, range(replicas))
     settings = InferenceSettings(**more)
     networks = Networks.of(*checkpoints)
@@ -105,7 +105,7 @@ def placed(replicas, *checkpoints, device="cpu", **more):
 
 
 def alone(image, *checkpoints, **more):
-    """Return the labels of one device, as a copy: those of the next image take their place."""
+    """Return the labels of one device, as a copy: the next image overwrites them."""
     predictor = place(Networks.of(*checkpoints), inference=InferenceSettings(**more))
     labels = predictor.segment(image).copy()
     assert len(np.unique(labels)) == 3
@@ -117,7 +117,7 @@ def alone(image, *checkpoints, **more):
     [(1, "auto", False), (2, 5, False), (3, 2, True), (3, 5, False), (5, "auto", False)],
 )
 def test_any_number_of_replicas_gives_the_labels_of_one(image, count, batch_size, tta):
-    """Two replicas that take 5 windows each have 4 left, for both; three of them have 9."""
+    """In batches of 5 windows, 4 of the 24 are left for two replicas, 9 for three."""
     checkpoint, shown = network_of("patches.augmentation_details.mirror_axes=x,z"), []
     predictor = placed(count, checkpoint, batch_size=batch_size, tta=tta)
     found = predictor.segment(image, lambda *done: shown.append(done))
@@ -125,7 +125,7 @@ def test_any_number_of_replicas_gives_the_labels_of_one(image, count, batch_size
     at_a_time = 24 if batch_size == "auto" else batch_size * count
     done = [number for number, _ in shown]
     assert done[0] == 0 and done[-1] == 24 and {total for _, total in shown} == {24}
-    # At the end of a row of windows there may be fewer at a time.
+    # At the end of a row of windows a batch may be smaller.
     assert all(0 < after - before <= at_a_time for before, after in pairwise(done))
 
 
@@ -134,7 +134,7 @@ def test_every_replica_gets_the_weights_of_the_next_network(image, kinds):
     members = [network_of(seed=seed, channels=channels) for seed, channels in enumerate(kinds)]
     expected = alone(image, *members)
     predictor = placed(2, *members, batch_size=3)
-    for _ in "ab":  # the second time the last network is placed when it begins
+    for _ in "ab":  # the second time begins with the last network in place
         np.testing.assert_array_equal(predictor.segment(image), expected)
     for member in members:
         assert (alone(image, member) != expected).mean() > 0.02
@@ -160,7 +160,7 @@ def test_a_graph_of_each_replica_serves_all_networks(image, num_networks, averag
 @pytest.mark.multigpu
 @pytest.mark.parametrize("num_networks", [1, 2])
 def test_two_gpus_replay_what_a_cpu_computes(image, num_networks):
-    """Of 24 windows, most are computed by graphs; logits differ by rounding, in float64."""
+    """Most of the 24 windows are computed by graphs; in float64 logits differ by rounding."""
     members = [network_of(seed=seed) for seed in range(num_networks)]
     predictor = placed(2, *members, device="cuda", batch_size=2)
     expected = alone(image, *members)

@@ -1,4 +1,4 @@
-"""Which scans are segmented, where to, and which results are kept."""
+"""Which scans are segmented, where results are written, and which results are kept."""
 
 import os
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path):
     assert outputs(found_of(files, None, 2)) == expected
     assert outputs(found_of([tmp_path, *files], None, 2)) == expected
     assert len(found_of([tmp_path], None, 1).to_segment) == 5
-    # One file may hold both channels, whatever its number.
+    # One file, whatever its number, may hold both channels.
     of_one = outputs(found_of(files[:1], None, 2))
     assert of_one == {("x_0001.nii.gz",): "x_0001_seg.nii.gz"}
 
@@ -143,7 +143,7 @@ def test_in_another_folder_a_segmentation_pairs_with_its_label_map(tmp_path):
         ([case], 1, "case"),
         ([other], 1, "scan_0001"),
         (channels, 2, "b"),
-        ([case], 2, "case"),  # with both channels in one file
+        ([case], 2, "case"),  # both channels in one file
     ):
         (scan,) = found_of(given, tmp_path / "out", num_channels).to_segment
         assert scan.output == tmp_path / "out" / f"{name}.nii.gz"
@@ -157,7 +157,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     for inputs in (scans, [tmp_path / "scans"]):
         found = found_of(inputs, output, 1)
         assert [scan.output.parent for scan in found.to_segment] == [output, output]
-    scans[1].unlink()  # a folder may hold any number
+    scans[1].unlink()  # a folder may hold any numbers of files
     (scan,) = found_of([tmp_path / "scans"], output, 1).to_segment
     assert scan.output == output / "a.nii.gz"
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
@@ -205,7 +205,7 @@ def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path)
 
 
 def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
-    """Another network may have made it: statistics of ours would give its labels wrong names."""
+    """Another network may have made it: new statistics would name its labels wrongly."""
     both = ["a_seg.nii.gz", "a_seg.json"]
     for present, missing in (both, both[::-1]):
         a, b, there = touch(tmp_path / present, "a.nii.gz", "b.nii.gz", present)
@@ -232,7 +232,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
     (tmp_path / "dangling").symlink_to("absent")
     access = os.access
 
-    def on_read_only_disk(path, mode):  # root may write to what has no mode for it
+    def on_read_only_disk(path, mode):  # root may write to any file in spite of its mode
         return Path(path).name != "read-only" and access(path, mode)
 
     monkeypatch.setattr(os, "access", on_read_only_disk)
@@ -249,7 +249,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
         words = f"cannot write.*{place}.*choose another"
         for output in (tmp_path / place, tmp_path / place / "deeper"):
             refuses([a], words, output, overwrite=True)
-    for beside in ("pipe.nii", "pipe.json"):  # a result, or what is written beside it
+    for beside in ("pipe.nii", "pipe.json"):  # a result, or a file written beside it
         os.mkfifo(tmp_path / beside)
         words = f"cannot write .*{beside}: it is not a regular file"
         refuses([a], words, tmp_path / "pipe.nii", statistics=True, overwrite=True)

@@ -91,12 +91,12 @@ def test_statistics_are_those_of_numpy(tmp_path):
 
 
 def test_statistics_take_no_memory_by_the_value_of_a_label(tmp_path):
-    """Such as of Allen's atlas, whose values are numbers of a registry."""
+    """Label values may be large, such as the registry numbers of Allen's atlas."""
     path = write_volume(tmp_path / "scan.nii.gz", noise((6, 5, 4)))
     labels = np.zeros((6, 5, 4), np.uint32)
     labels[1], labels[2, 3] = 614454277, 2**32 - 1
     image = read_scan(Scan(images=(path,), output=tmp_path / "mine.nii.gz"))
-    label_statistics(np.zeros_like(labels), image, {})  # imports what it needs
+    label_statistics(np.zeros_like(labels), image, {})  # imports modules before memory is measured
     tracemalloc.start()
     found = label_statistics(labels, image, {2**32 - 1: "last", 614454277: "area", 10**8: "absent"})
     assert tracemalloc.get_traced_memory()[1] < 2**22

@@ -1,4 +1,4 @@
-"""The next scan is read while one is in use, where it has room, and errors come at their turn."""
+"""The next scan is read while one is in use, if there is memory; errors come in the scan's turn."""
 
 import gzip
 import threading
@@ -23,7 +23,7 @@ def scan_of(path):
 
 @pytest.fixture
 def scans(tmp_path):
-    """Four scans, packed."""
+    """Four compressed scans."""
     return [
         scan_of(write_volume(tmp_path / f"{name}.nii.gz", noise(SHAPE, seed)))
         for seed, name in enumerate("abcd")
@@ -32,7 +32,7 @@ def scans(tmp_path):
 
 @pytest.fixture
 def reading(monkeypatch):
-    """What is read, and by which thread."""
+    """Which scans are read, and which of them by the main thread."""
     condition, read, in_main = threading.Condition(), [], []
 
     def noted(scan, scratch):
@@ -63,9 +63,9 @@ def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
     assert reading.wait_for("a")
     for number in range(len(scans)):
         assert_is(ahead.take(number), number)
-        assert reading.wait_for(*"abcd"[: number + 2])  # and no more than one
+        assert reading.wait_for(*"abcd"[: number + 2])  # only one scan ahead
     assert reading.in_main == []
-    ScansAhead([], Scratch()).begin()  # no scans, or no beginning
+    ScansAhead([], Scratch()).begin()  # no scans, or ``begin`` was not called
     assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0)
 
 
@@ -95,7 +95,7 @@ def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
 
 
 def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
-    """As where its results have appeared meanwhile."""
+    """A scan may be skipped, such as one whose results have appeared meanwhile."""
     damaged = scans[3].images[0]
     damaged.write_bytes(damaged.read_bytes()[:-200])
     ahead = ScansAhead(scans, Scratch())
@@ -103,6 +103,6 @@ def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
     assert_is(ahead.take(0), 0)
     assert reading.wait_for("a", "b")
     assert_is(ahead.take(2), 2)
-    with pytest.raises(VolumeError, match=r"d\.nii\.gz"):  # when it is its turn
+    with pytest.raises(VolumeError, match=r"d\.nii\.gz"):  # in its turn
         ahead.take(3)
     assert sorted(reading.read) == list("abc")

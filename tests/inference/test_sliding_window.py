@@ -42,7 +42,7 @@ def predict_logits(
 
 
 class Voxelwise:
-    """An executor whose network looks at each voxel alone: windows cannot matter to it."""
+    """An executor that computes each voxel alone, so that logits do not depend on windows."""
 
     input_device = output_device = CPU
     devices = (CPU,)
@@ -64,7 +64,7 @@ def make_image(size, channels=2):
 
 
 def test_volumes_are_padded_evenly_with_zeros_and_windows_to_the_strides():
-    """To multiples of 4, 4, 2; the whole is one pass."""
+    """The strides are 4, 4, 2; a window ``whole`` is one forward pass."""
     seen = []
     executor = Voxelwise(lambda x: seen.append(x) or x)
     image = make_image((9, 16, 8)) + 10
@@ -92,7 +92,7 @@ def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window
 
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
 def test_logits_are_added_up_in_float32_at_least(window):
-    """Of a network in float64, in that."""
+    """If the network computes in float64, in float64."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         image = make_image((20, 20, 10)).to(torch.promote_types(dtype, torch.float32))
         executor = Voxelwise(lambda x, dtype=dtype: (1e4 * x).to(dtype))
@@ -106,9 +106,9 @@ def test_logits_are_added_up_in_float32_at_least(window):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
 def test_one_logit_that_is_no_number_is_refused(window, value):
-    """A class is never larger than NaN, so the background would win everywhere."""
+    """No comparison with NaN is true, so the background would win everywhere."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        # In the second of several windows.
+        # With several windows, it is in the second one.
         values = iter([value] if window == "whole" else [0.0, value, *[0.0] * 6])
 
         def answer(image, values=values, dtype=dtype):
@@ -117,7 +117,7 @@ def test_one_logit_that_is_no_number_is_refused(window, value):
             return logits
 
         image = make_image((20, 20, 10))
-        if math.isfinite(value):  # large as it is
+        if math.isfinite(value):  # a finite number is accepted, however large
             assert predict_logits(Voxelwise(answer), image, window, 0.5, 1).max() > 1e28
             continue
         with pytest.raises(NonFiniteLogitsError, match="output is NaN or infinite"):
@@ -127,7 +127,7 @@ def test_one_logit_that_is_no_number_is_refused(window, value):
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
 def test_what_a_network_returns_stays_its_own(window):
     image = make_image((16, 16, 8) if window == "whole" else (24, 16, 8))
-    kept = torch.ones(1, 2, 16, 16, 8)  # as a graph answers in the same memory every time
+    kept = torch.ones(1, 2, 16, 16, 8)  # one memory for all answers, as with graphs
     networks = [Voxelwise(lambda x: kept), Voxelwise(lambda x: torch.full_like(x, 3))]
     topology = networks[0].module.topology
     windows = Windows.of(image.shape[1:], topology, window, 0.5, 1, [CPU])
@@ -147,13 +147,13 @@ def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size)
         assert slab.shape[1] <= windows.slab[0] < 40
         end += slab.shape[1]
         computed = sum(shape[0] for shape in executor.batches)
-        if computed < len(windows.starts):  # the next window begins where the slab ends
+        if computed < len(windows.starts):  # the next window begins behind this slab
             assert windows.starts[computed][0] == end
     assert end == 160 and computed == len(windows.starts)
 
 
 def test_the_memory_of_a_slab_does_not_depend_on_the_length(monkeypatch):
-    # Two classes in float32, of as many planes as a window has.
+    # Two classes in float32, for as many planes as a window has.
     needed = 16 * 20 * 8 * 2 * 4
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: needed)
@@ -167,7 +167,7 @@ def test_the_memory_of_a_slab_does_not_depend_on_the_length(monkeypatch):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
     executor, calls = Voxelwise(), []
-    image = torch.full((2, 48, 32, 8), -3.0)  # no window reaches beyond it
+    image = torch.full((2, 48, 32, 8), -3.0)  # windows need no padding
     found = predict_logits(
         executor, image, WINDOW, 0.5, batch_size, lambda *done: calls.append(done), EMPTY
     )
@@ -194,9 +194,9 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
 def test_slabs_of_any_shape_are_the_volume_blended_at_once(
     size, window, overlap, num_classes, batch_size, piece, has_air
 ):
-    """What a window answers depends on its place, so that each counts as it should.
+    """The network's answer depends on the place in the window, so weights matter.
 
-    Empty windows are skipped, and what only they reach is background.
+    Empty windows are skipped, and voxels in no other window are background.
     """
     computed = []
 
@@ -208,7 +208,7 @@ def test_slabs_of_any_shape_are_the_volume_blended_at_once(
 
     executor = Voxelwise(at_its_place, num_classes)
     image = make_image(size, num_classes)
-    if has_air:  # but for a voxel in the last corner, in one channel
+    if has_air:  # all but one voxel in the last corner, in one channel
         image[:, size[0] // 3 :] = -1.5
         image[-1, -1, -1, -1] = 2.0
     empty = [9.0 - n for n in range(num_classes)] if has_air else None
@@ -221,7 +221,7 @@ def test_slabs_of_any_shape_are_the_volume_blended_at_once(
     expected = blended(at_its_place, image, windows, empty)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert {shape[2:] for shape in executor.batches} <= {windows.shape}
-    # At the end of a row of windows there may be fewer at a time.
+    # At the end of a row of windows a batch may be smaller.
     assert all(shape[0] <= batch_size for shape in executor.batches)
     assert sum(shape[0] for shape in executor.batches) == len(computed)
     assert has_air or len(computed) == len(windows.starts)

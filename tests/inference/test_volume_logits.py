@@ -1,4 +1,4 @@
-"""Windows at a time: as many as are best, one where these do not fit, and only then an error."""
+"""Batches of windows: the best size, single windows if they do not fit, and only then an error."""
 
 import logging
 from dataclasses import replace
@@ -33,7 +33,7 @@ def scan_of(array, folder):
 
 
 def placed(networks, *devices, **settings):
-    """Return networks on the CPU, cut over several devices or not, and what computes logits."""
+    """Return networks placed on the CPU, cut over several devices or not, and their logits."""
     mode = "model" if len(devices) > 1 else "none"
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",))
     inference = InferenceSettings(**settings)
@@ -48,7 +48,7 @@ def all_logits(logits, image, windows_done=lambda *_: None):
 
 
 class Memory:
-    """Lets forward passes fail that take too much, and notes how many windows each had."""
+    """Fails forward passes for lack of memory, and records the batch size of each."""
 
     def __init__(self, predictor, monkeypatch, fits):
         self.tried, self.fits = [], fits
@@ -64,7 +64,7 @@ class Memory:
 
 
 def test_a_warm_up_asks_for_no_memory_of_the_host(monkeypatch):
-    """It computes windows of a volume that no scan need have."""
+    """The volume whose windows it computes is no scan, so its size must not be refused."""
     _, logits = placed(Networks.of(random_checkpoint()))
     monkeypatch.setattr(PlacedNetworks, "is_replayable", True)
     monkeypatch.setattr("unet3d.inference.windows.shortage", lambda _: "takes more than there is")
@@ -84,7 +84,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     memory = Memory(predictor, monkeypatch, lambda image: late or len(image) == 1)
 
     def windows_done(done, total):
-        if done >= 10:  # others take memory while some planes are done already
+        if done >= 10:  # other programs take memory when some planes are done
             memory.fits = lambda image: len(image) == 1
 
     found = predictor.segment(scan, windows_done, probabilities=tmp_path / "several.npy")
@@ -106,7 +106,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
         ((16, 16, 16), {}, 0, [5, 1], "windows of 16x16x16 voxels do not fit on cpu"),
         ((16, 16, 16), {"batch_size": 3}, 0, [3], "windows of 16x16x16 voxels do not fit on cpu"),
         (None, {}, 0, [1], "windows of 60x24x20 .*use a smaller inference.window"),
-        # The volume is not cut up where the whole was asked for.
+        # If the whole volume is requested, it is not cut into windows.
         ((16, 16, 16), {"window": "whole"}, 16**3, [1], "windows of 60x24x20"),
     ],
     ids=str,
@@ -124,7 +124,7 @@ def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
 
 
 def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
-    """Also where another one, with larger windows, has begun since."""
+    """Also if another network, with larger windows, has begun meanwhile."""
     monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 3 * 8**3)
     scan = scan_of(noise((40, 16, 16)), tmp_path)
     small = random_checkpoint(patch_size=(8, 8, 8), dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_p
     memory = Memory(predictor, monkeypatch, lambda image: True)
 
     def windows_done(done, total):
-        if 1 in memory.tried:  # a window of the larger ones
+        if 1 in memory.tried:  # a window of the second network
             memory.fits = lambda image: len(image) == 1
 
     np.testing.assert_array_equal(predictor.segment(scan, windows_done), expected)
@@ -195,9 +195,9 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
     monkeypatch.setattr(where, "_load_into", noted)
     image = Planes.of(torch.from_numpy(noise((18, 16, 42)))[None].double())
     all_logits(logits, image)
-    # Three classes in float64, of as many planes as a window has, once.
+    # Three classes in float64, for as many planes as a window has, once.
     assert needed == [18 * 16 * 12 * 3 * 8]
-    # All are looked at before the first window.
+    # All networks are loaded once before the first window.
     assert loaded == [1, 2] + [0, 1, 2] * len(window_starts(42, 12, 0.5))
 
 
@@ -212,7 +212,7 @@ REGIONS = (
 
 @pytest.mark.parametrize("regions", [(), REGIONS], ids=["classes", "regions"])
 def test_a_body_in_air_is_segmented_as_without_skipping(regions, tmp_path, monkeypatch):
-    """Where every window that reaches a voxel is computed; where none is, there is nothing."""
+    """Equal where all windows of a voxel are computed; background where none is."""
     checkpoint = random_checkpoint(regions=regions)
     array = np.full((96, 16, 16), -1000, np.int16)
     array[:40] = noise((40, 16, 16))
@@ -222,7 +222,7 @@ def test_a_body_in_air_is_segmented_as_without_skipping(regions, tmp_path, monke
     computed = [Memory(one, monkeypatch, lambda image: True) for one in (every, skipping)]
     expected = every.segment(scan)
     found = skipping.segment(scan, probabilities=path)
-    # Windows of 16 start at 0, 8, ..., 80; the last one with a voxel of the body at 32.
+    # Windows of 16 start at 0, 8, ..., 80; the last one that has voxels of the body starts at 32.
     assert [sum(one.tried) for one in computed] == [11, 5]
     np.testing.assert_array_equal(found[:40], expected[:40])
     assert not found[48:].any() and expected[48:].any()
@@ -263,7 +263,7 @@ def test_what_is_read_in_parts_is_segmented_as_in_memory(
     assume(len(windows.starts) < 12)
     settings = InferenceSettings(overlap=overlap, batch_size=batch_size)
     array = noise(shape).astype(dtype)
-    array.flat[0] += 1  # of one voxel, too, something is there
+    array.flat[0] += 1  # even a scan of one voxel is not empty
     scratch = Scratch(folder) if has_scratch else None
     scan = open_image([write_volume(folder / name, array)], scratch)
     found = place(checkpoint, inference=settings).segment(scan, scratch=scratch)
@@ -273,7 +273,7 @@ def test_what_is_read_in_parts_is_segmented_as_in_memory(
     prepared = torch.from_numpy((wide - counted.mean()) / std)
     with torch.no_grad():
         logits = blended(checkpoint.build_model().eval(), prepared[None], windows)
-    # What is as good as alike may be another class, because images are prepared in float32.
+    # Almost equal logits may lead to other classes, because images are prepared in float32.
     strongest = logits.topk(2, dim=0).values
     is_clear = (strongest[0] - strongest[1] > 1e-4).numpy()
     np.testing.assert_array_equal(found[is_clear], logits.argmax(0).numpy()[is_clear])

@@ -29,7 +29,7 @@ def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap):
         assert starts[-1] == size - window
         steps = [b - a for a, b in itertools.pairwise(starts)]
         assert all(step >= 1 for step in steps)
-        # The overlap, in whole voxels, but at least one of progress.
+        # A step leaves the overlap, in whole voxels, but is at least one voxel.
         assert all(step <= max(1, math.ceil(window * (1 - overlap) - 1e-9)) for step in steps)
         if steps:
             assert max(steps) - min(steps) <= 1  # evenly spread
@@ -41,12 +41,12 @@ def test_weights_are_scipys_gaussian_of_a_point(window):
     point[tuple(n // 2 for n in window)] = 1
     expected = ndimage.gaussian_filter(point, [n / 8 for n in window], mode="constant")
     expected /= expected.max()
-    assert expected.min() > 0  # at four sigma it is cut off, which a window does not reach
+    assert expected.min() > 0  # the Gaussian is cut off at four sigma, beyond the window
     weight = gaussian_weight(window)
     assert weight.dtype == torch.float32
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)
     assert weight.max() == 1
-    assert weight.min() > 1e-11  # far from what float32 rounds to nothing
+    assert weight.min() > 1e-11  # far above the numbers that float32 rounds to 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_on_a_cpu_no_slab_is_longer_than_a_window(device, reach):
     batches = list(windows.batches())
     assert [start for batch in batches for start in batch] == windows.starts
     assert max(map(len, batches)) == 3
-    # Where a row has fewer, they would be slower for nothing.
+    # Batches span rows that have fewer windows: smaller batches would only be slower.
     few = Windows.of((160, 24, 8), TOPOLOGY, (16, 16, 8), 0.5, 3, devices)
     assert {len(batch) for batch in list(few.batches())[:-1]} == {3}

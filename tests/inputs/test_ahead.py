@@ -1,4 +1,4 @@
-"""Work in a thread of its own."""
+"""Work that runs ahead in its own thread."""
 
 import subprocess
 import sys
