@@ -1,4 +1,4 @@
-"""Feature maps, and the comparison of an operation on them with what it must be."""
+"""Feature maps, and comparisons of an operation on them with the expected results."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 
 
 def tensor(*shape, seed=0):
-    """Return noise in float64; a map, of five axes, with its channels last in memory."""
+    """Return noise in float64; with five axes it is a map, in channels-last memory."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return channels_last(x) if len(shape) == 5 else x
@@ -24,26 +24,27 @@ def channels_last(x):
 
 
 def padded(x):
-    """Return a copy of a map that is stored with zeros around Z."""
+    """Return a copy of a map, stored with zeros around Z."""
     return mark_padded(pad_z(x, 1, 1)[..., 1:-1])
 
 
 def between():
-    """Compute on a slab with its halo, between two others to which nobody speaks."""
+    """Compute on a slab with its halo, between two other slabs; no messages are sent."""
     return sharded(SimpleNamespace(index=1, count=3, of_largest=lambda number: number))
 
 
 def in_slabs(function, x, bounds):
-    """Join what a function makes of slabs of a map, each with its neighbours' planes or zeros."""
+    """Apply a function to slabs of a map with their halos, and join the results."""
     around = F.pad(x, (0, 0, 0, 0, 1, 1))
     with between():
         return torch.cat([function(around[:, :, a : b + 2]) for a, b in pairwise(bounds)], 2)
 
 
 def results(function, values, dy=None):
-    """Return the value of a function, and its gradients by all of its arguments.
+    """Return the value of a function, and its gradients with respect to all arguments.
 
-    It must not write to these, and gets marks of zeros around them. ``dy`` is noise if not given.
+    The function must not overwrite its arguments, which keep their marks of zeros around Z. ``dy``
+    is noise by default.
     """
     leaves = [detached(value).requires_grad_() for value in values]
     y = function(*leaves)
@@ -52,12 +53,12 @@ def results(function, values, dy=None):
 
 
 def assert_same(actual, expected, tolerance=1e-11):
-    """Compare a value and its gradients, all in float64, number by number."""
+    """Compare a value and its gradients, all in float64, element by element."""
     torch.testing.assert_close(list(actual), list(expected), rtol=tolerance, atol=tolerance)
 
 
 def assert_near(actual, expected, tolerance):
-    """Compare a value and its gradients with the same in float64, by the norms of differences."""
+    """Compare a value and its gradients with float64 ones, by the norm of each difference."""
     for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
         error = (a.detach().cpu().double() - b.detach().cpu()).norm() / b.detach().norm().cpu()
         assert error <= tolerance, f"{number}: {error:.1e}"

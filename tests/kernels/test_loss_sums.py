@@ -13,7 +13,7 @@ from unet3d.kernels.loss_sums import MAX_CLASSES, gradient_of, sums
 
 
 def arguments(shape, dtype=torch.float64, device="cpu", num_others=0):
-    """Return logits, target, with so many indices that are of no class, and a gradient of sums."""
+    """Return logits, a target with some indices beyond the classes, and a gradient of the sums."""
     generator = torch.Generator().manual_seed(0)
     n, k, *space = shape
     logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
@@ -29,7 +29,7 @@ def sums_and_gradient(logits, target, gradient):
 
 @pytest.mark.parametrize("num_others", [0, 1, 3])
 def test_sums_and_gradients_are_those_of_a_loop_over_voxels(num_others):
-    """And voxels of no class are as if they were not there."""
+    """Voxels whose index is beyond the classes change nothing."""
     logits, target, gradient = arguments((2, 3, 2, 3, 2), num_others=num_others)
 
     def in_a_loop(logits):
@@ -86,7 +86,7 @@ def test_sums_and_gradients_on_a_gpu_against_float64(shape, kind, num_others):
     made, found = sums_and_gradient(logits, target, gradient)
     expected, wanted = sums_and_gradient(logits.double(), target, gradient)
     assert (made.dtype, found.dtype) == (torch.float32, dtype)
-    for row, other in zip(made, expected, strict=True):  # summed in float32 at any precision
+    for row, other in zip(made, expected, strict=True):  # sums are in float32 for any type
         assert (row.double() - other).norm() <= 1e-6 * other.norm()
     assert torch.equal(made[3].double(), expected[3])
     assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
@@ -100,7 +100,7 @@ def test_sums_and_gradients_on_a_gpu_against_float64(shape, kind, num_others):
 def test_any_integer_type_and_layout_on_a_gpu(layout):
     logits, target, gradient = arguments((2, 3, 6, 5, 7), torch.float32, "cuda")
     expected = sums_and_gradient(logits, target, gradient)
-    # Every second voxel of a larger target, as deep supervision takes it.
+    # Every second voxel of a larger target, as in deep supervision.
     large = target.repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
         strided = large.to(dtype)[:, ::2, ::2, ::2]
@@ -121,7 +121,7 @@ REGIONS = [NESTED, ((1,),), ((2, 1), (1, 3))]
 
 
 def region_arguments(regions, num_others, dtype=torch.float64):
-    """Return logits, target, with so many indices that are left out, and a gradient of sums."""
+    """Return logits, a target with some ignored indices, and a gradient of the sums."""
     generator = torch.Generator().manual_seed(0)
     num_classes = max(map(max, regions)) + 1
     shape = (2, len(regions), 3, 4, 5)

@@ -16,7 +16,7 @@ from unet3d.kernels.maps import pad_z
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_planes_of_zeros_are_added(device, shape, before, after):
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-    torch.empty(2 * noise.numel(), device=device).fill_(7)  # what the allocator gives back
+    torch.empty(2 * noise.numel(), device=device).fill_(7)  # memory that the allocator gives back
     for layout, dtype in product(LAYOUTS, (torch.float32, torch.bfloat16)):
         x = noise.to(dtype, memory_format=layout)
         made = pad_z(x, before, after)

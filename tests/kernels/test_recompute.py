@@ -22,7 +22,7 @@ def of_any_size(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
 def test_what_autocast_lowered_is_recomputed_as_low():
-    """As with group normalisation on GPUs, whose results are float32."""
+    """Such as group normalisation on GPUs: its float32 results are lowered by autocast."""
     torch.manual_seed(0)
     x = torch.randn(1, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
     gradients = []
@@ -30,7 +30,7 @@ def test_what_autocast_lowered_is_recomputed_as_low():
         up = torch.randn(4, 4, 2, 2, 2, generator=torch.Generator().manual_seed(1))
         kernel = torch.randn(4, 4, 3, 3, 3, generator=torch.Generator().manual_seed(2))
         weights = [up.requires_grad_(), kernel.requires_grad_()]
-        # Not every CPU has what oneDNN wants for bfloat16.
+        # Some CPUs lack the instructions that oneDNN needs for bfloat16.
         with torch.backends.mkldnn.flags(enabled=False):
             with recomputed_in_backward() if recomputes else nullcontext():
                 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -58,7 +58,7 @@ def test_a_view_comes_back_with_its_shape_and_strides():
 
 
 def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(monkeypatch):
-    """All storages have one key here, as a new one may have that of one that is gone."""
+    """All tensors get one key here, as a new tensor may get the key of one that was freed."""
     monkeypatch.setattr(recomputing, "storage_key", lambda tensor: 7)
     leaf = torch.ones(3, requires_grad=True)
     with recomputed_in_backward():
@@ -87,7 +87,7 @@ def test_what_is_offered_in_the_context_and_outside_of_parts_is_not_kept(monkeyp
     leaf, reading = torch.ones(3, requires_grad=True), []
     inside, outside, result, small, behind = (torch.full((3,), 2.0) for _ in range(5))
     with handling(reading.append), recomputed_in_backward():
-        with nothing_offered():  # in a part, which is recomputed as a whole
+        with nothing_offered():  # in a part that is recomputed as a whole
             offer(inside, inside.clone, leaf)
         leaf * inside
         offer(outside, outside.clone, leaf)
@@ -95,7 +95,7 @@ def test_what_is_offered_in_the_context_and_outside_of_parts_is_not_kept(monkeyp
         monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
         offer(small, small.clone, leaf)
         leaf * small
-        offer(result, lambda: torch.full((3,), 5.0))  # of a part, however small
+        offer(result, lambda: torch.full((3,), 5.0))  # the result of such a part, of any size
         made = leaf * result
     with handling(reading.append):
         offer(behind, behind.clone, leaf)

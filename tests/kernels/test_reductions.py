@@ -12,7 +12,7 @@ LAST = torch.channels_last_3d
 def test_the_strongest_class_is_the_first_of_the_largest(num_classes):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-3, 4, (num_classes, 6, 5, 4), generator=generator).float()
-    expected = np.argmax(logits.numpy(), 0)  # the first of equal ones
+    expected = np.argmax(logits.numpy(), 0)  # the first of equal logits
     np.testing.assert_array_equal(strongest_class(logits).numpy(), expected)
 
 

@@ -8,14 +8,14 @@ from unet3d.torch_private import is_held_elsewhere
 
 
 class Neighbour:
-    """A slab whose neighbours tell it ones."""
+    """A slab whose neighbours send ones."""
 
     def exchange(self, first, last):
         return torch.ones_like(first), torch.ones_like(last)
 
 
 def test_a_halo_gets_zeros_of_its_own():
-    """Another slab need not have any, so only the planes themselves are exchanged."""
+    """Other slabs need not have zeros around Z, so only the planes themselves are exchanged."""
     like = torch.zeros(2, 3, 4, 5, 6)
     x = empty_map(like, pads=True, has_halo=True)
     with_padding(x).zero_()
@@ -36,13 +36,13 @@ def test_a_gradient_that_two_maps_share_is_not_overwritten():
     gradient = torch.full((1, 2, 6, 3, 3), 2.0).to(memory_format=torch.channels_last_3d)
     (extended[0] + extended[1]).backward(gradient)
     expected = torch.full((1, 2, 4, 3, 3), 2.0)
-    expected[:, :, [0, -1]] += 1  # once, in each of them
+    expected[:, :, [0, -1]] += 1  # once for each map
     for one in maps:
         assert torch.equal(one.grad, expected)
 
 
 class Asking(torch.autograd.Function):
-    """Notes in backward whether others hold its gradient too."""
+    """Records in backward whether its gradient is held elsewhere, too."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -56,9 +56,9 @@ class Asking(torch.autograd.Function):
 
 
 def test_a_gradient_that_nobody_else_has_is_not_copied():
-    """With every PyTorch: a copy would be as large as the map."""
+    """In all supported versions of PyTorch; a copy would be as large as the map."""
     x, seen = torch.ones(3, requires_grad=True), []
     (Asking.apply(x, seen) * 2).sum().backward()
     assert seen == [False]
     (Asking.apply(x, seen) + Asking.apply(x * 2, seen)).sin().sum().backward()
-    assert seen[1:] == [True, False]  # who comes last has it alone
+    assert seen[1:] == [True, False]  # only the last holder has it alone

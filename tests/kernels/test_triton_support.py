@@ -1,4 +1,4 @@
-"""Where one rank cannot compile kernels whose messages differ, no rank uses them."""
+"""If one rank cannot compile kernels whose messages differ, no rank uses them."""
 
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -47,7 +47,7 @@ def test_ranks_agree_when_a_network_is_placed(others_can, mode, monkeypatch, cap
     has_slabs = mode == "SpatialExecutor"
     assert asked == [True] * (1 + has_slabs)
     assert triton_support.triton_available(ON_GPU) == others_can
-    # Replicas tell one another nothing of their convolutions.
+    # Replicas exchange nothing about their convolutions.
     assert convolves_by_hand(GPU, torch.bfloat16) == (others_can or not has_slabs)
     said = ["Triton cannot compile in rank 1, so training is several times slower in all ranks"]
     if has_slabs:

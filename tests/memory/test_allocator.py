@@ -1,4 +1,4 @@
-"""What the settings of the allocators do to a process."""
+"""The effects of the allocators' settings on a process."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(*arguments: str, **variables: str) -> int:
-    """Return how many pages the system had to make for ten large tensors, after ten others."""
+    """Return the page faults for ten large tensors, after ten others were freed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     process = subprocess.run(
         [sys.executable, "-c", FAULTS, *arguments],
@@ -43,5 +43,5 @@ def test_freed_memory_is_used_again():
     by_default = page_faults()
     assert by_default > 300  # 64 MiB are 16,384 pages, or 32 huge ones
     assert page_faults("keep") < by_default / 10
-    # What the user has set is kept.
-    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > 300  # of either size
+    # Variables that the user has set are kept.
+    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > 300  # pages of either size

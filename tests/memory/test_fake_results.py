@@ -1,4 +1,4 @@
-"""What is recalled of operations: the same as real tensors show, call after call."""
+"""Recalled results of operations look like real tensors, call after call."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def add_out(x: Tensor, y: Tensor, target: Tensor) -> Made:
 
 
 def filter_gradient(x: Tensor, y: Tensor) -> Made:
-    """Ask for one of three gradients, so that the others are None."""
+    """Compute one of three gradients, so that the others are None."""
     image, gradient, weight = x[None, None], y[:2, :4][None, None], y[:3, :3][None, None]
     wanted = [False, True, False]
     return torch.ops.aten.convolution_backward(
@@ -42,7 +42,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Made]] = {
 
 
 def told(x: Tensor, y: Tensor, made: Made) -> list[object]:
-    """Return what can be told of results without their values: and whose memory they have."""
+    """Return everything about results but their values, including whose memory they use."""
     memories = [one.untyped_storage()._cdata for one in (x, y, *made) if one is not None]
     numbers = {memory: number for number, memory in reversed(list(enumerate(memories)))}
     return [
@@ -70,13 +70,13 @@ def run(operation: Callable[[Tensor, Tensor], Made], shape: tuple[int, int]) -> 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_what_is_recalled_is_what_real_tensors_show(operation):
     real = run(operation, (4, 6))
-    # A private name: that a result is recalled shows nowhere else, but as time.
+    # A private name: whether a result is recalled shows in time only.
     _known.clear()
     with counted_allocations():
         assert run(operation, (4, 6)) == real
         assert any(known is not None for known in _known.values())
         assert run(operation, (4, 6)) == real
-    with counted_allocations() as recorder:  # another mode recalls them too
+    with counted_allocations() as recorder:  # a new mode recalls them, too
         assert run(operation, (4, 6)) == real
         assert recorder.now[torch.device("cpu")] == 0
 

@@ -1,4 +1,4 @@
-"""Devices that a machine cannot have, as Linux lists them without PyTorch."""
+"""Devices that a machine lacks, according to Linux, without importing PyTorch."""
 
 import pytest
 

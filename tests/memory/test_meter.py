@@ -25,7 +25,7 @@ def small_topology(**options: object) -> Topology:
 def spread(
     num_devices: int, topology: Topology | None = None, device: torch.device = CPU, **layout: Any
 ) -> Executor:
-    """Return a network with the same weights always, cut over so many devices."""
+    """Return a network with fixed weights, cut over this many devices."""
     torch.manual_seed(0)
     model = UNet3d(topology or small_topology())
     return parallelize(model, Layout(devices=(device,) * num_devices, **layout))
@@ -35,13 +35,13 @@ def make_batch(num_samples: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     image = torch.randn(num_samples, 2, 16, 16, 16, generator=generator)
     target = torch.randint(0, 3, (num_samples, 16, 16, 16), generator=generator)
-    return image, target.to(torch.uint8)  # as the loader gives it
+    return image, target.to(torch.uint8)  # the loader's type
 
 
 def measure(
     executor: Executor, optimizer: str = "sgd", num_samples: int = 2
 ) -> tuple[MemoryMeter, dict[int, SlotMemory]]:
-    """Run one step as training does."""
+    """Run one step like a training step."""
     optimization = Optimization(executor.module, TrainingSettings(optimizer=optimizer), "float32")
     meter = MemoryMeter(executor.slots, executor.module)
     meter.start()
@@ -62,9 +62,8 @@ def test_activations_are_the_tensors_that_the_layers_keep(
 ):
     """Counted by hand for two levels, in float32, for one sample.
 
-    A convolution keeps its input. InstanceNorm with its activation keeps its input and for each
-    channel the mean and the inverse deviation. So what it writes is kept by the next convolution,
-    once, or made again.
+    A convolution saves its input. InstanceNorm with its activation saves its input, and mean and 1
+    / deviation of each channel. Its result is saved once, by the next convolution, or recomputed.
     """
     monkeypatch.setattr(remake, "MIN_ELEMENTS", min_elements)
     topology = Topology(
@@ -75,7 +74,7 @@ def test_activations_are_the_tensors_that_the_layers_keep(
     executor.observer = meter
 
     def mean_of_squares(logits, target):
-        """A loss of which autograd keeps one tensor only: the logits."""
+        """A loss for which autograd saves only the logits."""
         loss = (logits * logits).mean()
         return LossTerms(total=loss, dice=loss, cross_entropy=loss)
 
@@ -89,9 +88,10 @@ def test_activations_are_the_tensors_that_the_layers_keep(
         result = channels * voxels if is_read and not remakes else 0
         return channels * voxels + 2 * channels + result
 
-    # Nothing in the encoder reads what its last unit writes.
+    # In the encoder no convolution reads the last unit's result.
     encoder = 1 * full + 2 * unit(3, full) + unit(5, half) + unit(5, half, is_read=False)
-    # Skip and lowest features come from the encoder: leaves, which are never made again.
+    # Skip and lowest features come from the encoder: to the decoder they are leaves, which are
+    # never recomputed.
     upsampled = 0 if remakes else 3 * full
     decoder = 3 * full + 5 * half + upsampled + 2 * unit(3, full)
     logits = 2 * full
@@ -101,7 +101,7 @@ def test_activations_are_the_tensors_that_the_layers_keep(
 
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_everything_is_let_go_after_backward(num_devices, request):
-    """By reference counts alone: what waits for the garbage collector would fill a GPU."""
+    """By reference counts alone: tensors that wait for the garbage collector would fill a GPU."""
     gc.collect()
     gc.disable()
     request.addfinalizer(gc.enable)
@@ -113,12 +113,12 @@ def test_everything_is_let_go_after_backward(num_devices, request):
     for _ in range(3):
         executor.forward_backward(*make_batch(), dice_cross_entropy)
         peaks.append([memory.activations_bytes for memory in meter.read(optimizer).values()])
-        meter.start()  # forgets all but what is kept now
+        meter.start()  # forgets all tensors but those that are still kept
         for memory in meter.read(optimizer).values():
             assert (memory.activations_bytes, memory.gradients_bytes) == (0, 0)
             assert memory.parameters_bytes > 0
     assert all(peak > 16**3 * 4 for peak in peaks[0])
-    assert peaks == [peaks[0]] * 3  # nothing is added up over steps
+    assert peaks == [peaks[0]] * 3  # nothing accumulates over steps
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_parameters_gradients_and_optimizer_by_arithmetic(optimizer, states, cou
     executor = spread(2, small_topology(norm="batch"))
     meter, measured = measure(executor, optimizer)
     assert all(value.grad is None for value in executor.module.parameters())
-    meter.note_gradients()  # they have been cleared by now, and are still known
+    meter.note_gradients()  # gradients are cleared by now, but were noted before
     later = meter.read(torch.optim.SGD(executor.module.parameters()))
     halves = (executor.module.encoder, executor.module.decoder)
     for slot, half in zip(executor.slots, halves, strict=True):
@@ -174,7 +174,7 @@ def test_the_records_of_ranks_are_numbered_through():
         assert (row["device"], row["device_bytes"]) == ("cpu", device_bytes(CPU))
         found = measured[row["slot"] % 2]
         assert row["measured"].items() >= found.to_dict().items()
-        # A CPU has no allocator that reserves: it is what the process has had of the machine.
+        # A CPU's allocator reserves nothing: the process's own peak is reported.
         assert 0.9 * process_peak() <= row["measured"]["reserved_bytes"] <= process_peak()
         assert row["predicted"] == found.to_dict() | {"peak_bytes": 7}
     (row, _) = memory_record("model", executor.slots, measured, None, lines)["slots"]
@@ -203,7 +203,7 @@ def test_the_timeline_has_a_mark_for_each_action_of_the_last_step():
         assert [(m.slot, m.kind, m.micro_batch) for m in line.marks] == expected
         found = measured[line.slots[0]]
         still = found.peak_bytes - found.activations_bytes
-        # Nothing is kept at the end, and the gradients are there.
+        # At the end no activations are kept, and the gradients exist.
         assert line.marks[-1].bytes == still
         without_gradients = still - found.gradients_bytes
         first = next(m for m in line.marks if m.slot == line.slots[0])
@@ -265,9 +265,9 @@ def test_a_gpu_is_measured_by_its_allocator():
     (line,) = meter.timeline({0: found})
     assert line.device == "cuda:0"
     assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
-    # Marks do not lose the peak of the step.
+    # Marks do not hide the peak of the step.
     assert max(mark.peak_bytes for mark in line.marks) == found.peak_bytes
-    now = torch.cuda.memory_allocated(gpu)  # the loss is smaller when it is returned
+    now = torch.cuda.memory_allocated(gpu)  # the returned loss is a smaller tensor
     assert now <= line.marks[-1].bytes <= now + 2**16
     assert torch.cuda.memory_reserved(gpu) <= reserved_bytes(gpu)
     assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes

@@ -8,7 +8,7 @@ from unet3d.torch_private import storage_key
 
 
 class Double:
-    """Stands for a tensor by twice its values."""
+    """A placeholder for a tensor, which restores twice its values."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.value = 2 * tensor.detach()
@@ -18,7 +18,7 @@ class Double:
 
 
 class Asked:
-    """Remembers what it is asked about, and takes tensors of one shape."""
+    """Records the tensors that are offered, and replaces those of one shape."""
 
     def __init__(self, takes: tuple[int, ...] | None = None) -> None:
         self.takes = takes
@@ -39,13 +39,13 @@ def factors():
 @pairwise(outer=[None, (2, 3), (3, 4)], inner=[None, (2, 3), (3, 4)])
 def test_backward_gets_what_stands_for_a_tensor(factors, outer, inner):
     a, b = factors
-    # What is taken comes back twice as large.
+    # A replaced tensor comes back with doubled values.
     scale_a, scale_b = (2 if shape in (outer, inner) else 1 for shape in ((2, 3), (3, 4)))
     dy = torch.ones(2, 4, dtype=torch.float64)
     first, second = Asked(inner), Asked(outer)
     with handling(second), handling(first):
-        made = a @ b  # keeps both
-    # The innermost is asked first, and the outer one sees what it passes.
+        made = a @ b  # saves both
+    # The innermost handler is asked first, the outer one about the tensors that it passes.
     assert sorted(first.shapes) == [(2, 3), (3, 4)]
     assert set(second.shapes) == {(2, 3), (3, 4)} - {inner}
     found = torch.autograd.grad(made, factors, dy)
@@ -80,4 +80,4 @@ def test_what_is_kept_beside_autograd_is_shown_to_the_handlers_too():
     assert storage_key(copy.restore()) != storage_key(taken)
     assert torch.equal(copy.restore(), 2 * taken)
     assert own.restore() is passed
-    assert save(taken).restore() is taken  # where nobody is asked
+    assert save(taken).restore() is taken  # no handler is active

@@ -1,4 +1,4 @@
-"""Shapes that nnU-Net's networks have, and networks and images of them."""
+"""Shapes of nnU-Net's networks, and networks and images with these shapes."""
 
 import torch
 
@@ -44,7 +44,7 @@ def topology_of(**fields):
 
 
 def without_plain_numbers(network):
-    """Change a network so that no parameter of it is 0 or 1."""
+    """Change a network so that none of its parameters is 0 or 1."""
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""Which units leave their normalisation to their reader, and which skips join who adds them."""
+"""Which units leave normalisation to their reader, and which skips are fused."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ THREE = {"units": (3, 3, 2), "decoder_units": (3, 1)}
 
 
 def names_of(topology, start=0, stop=None, outputs=("head",)):
-    """Return the units, of some blocks, that are told of their reader."""
+    """Return the names of the units in some blocks that learn of their reader."""
     blocks = UNet3d(topology).blocks()[start:stop]
     told = deferring(blocks, outputs)
     assert [block.name for block in told] == [block.name for block in blocks]
@@ -34,9 +34,9 @@ def names_of(topology, start=0, stop=None, outputs=("head",)):
     [
         ({}, [*ENCODER, "decoder.1.0", "decoder.0.0"]),
         (THREE, ["encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1", "encoder.2.0"]),
-        # Residual units do it within.
+        # Residual units fuse within themselves.
         ({"encoder": "residual"}, []),
-        # What is flat normalises nothing.
+        # Flat convolutions cannot normalise.
         ({"kernels": "anisotropic"}, ["encoder.1.0", "encoder.2.0", "decoder.1.0"]),
     ],
 )
@@ -48,7 +48,7 @@ def test_units_with_one_reader_that_is_a_plain_convolution(options, expected):
 
 
 def test_no_unit_that_others_read():
-    """As at a cut, whose blocks do not run together, or with a head at each level."""
+    """Such as at a cut, because its blocks do not run together, or with a head at each level."""
     topology = make_topology()
     assert names_of(topology, stop=3, outputs=["encoder.0.1", "encoder.1.0"]) == ["encoder.0.0"]
     assert names_of(topology, start=1) == [*ENCODER[1:], "decoder.1.0", "decoder.0.0"]
@@ -62,7 +62,7 @@ def test_modules_of_others_stay_as_they_are():
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_a_hook_gets_what_is_normalised(encoder, monkeypatch):
-    """As one that keeps features does; nothing is deferred then."""
+    """Such as a hook that keeps features; then nothing is deferred."""
     network = make_network(make_topology(encoder=encoder)).eval()
     image, _ = make_batch(1)
     seen = []
@@ -88,7 +88,7 @@ def test_a_hook_gets_what_is_normalised(encoder, monkeypatch):
     ],
 )
 def test_hooks_of_what_is_beside_get_it_too(name, options, monkeypatch):
-    """Of the reader, of a residual unit's second convolution, of the normalisation itself."""
+    """Hooks of the reader, of a residual unit's second convolution, and of the normalisation."""
     network = make_network(make_topology(**options)).eval()
     image, _ = make_batch(1)
     module, seen = network.get_submodule(name), []
@@ -109,7 +109,7 @@ def by_hand(monkeypatch):
 
 
 def joined(topology, start=0, stop=None, outputs=("head",)):
-    """Return the blocks that have become one with a skip, and what each then reads."""
+    """Return the blocks that were fused with a skip, with their new inputs."""
     blocks = UNet3d(topology).blocks()[start:stop]
     made = adding_skips(blocks, outputs)
     before = {block.name: block for block in blocks}
@@ -146,8 +146,8 @@ def test_no_skip_of_other_channels_or_places(by_hand, monkeypatch):
     blocks = [block.name for block in UNet3d(make_topology()).blocks()]
     start = blocks.index("decoder.1.skip")
     assert len(joined(make_topology(), start)) == 2
-    assert len(joined(make_topology(), start + 1)) == 1  # the skip of level 1 is made elsewhere
-    # Another place reads it.
+    assert len(joined(make_topology(), start + 1)) == 1  # the skip of level 1 is computed elsewhere
+    # The skip is also an output.
     assert list(joined(make_topology(), outputs=("head", "decoder.0.skip"))) == ["decoder.1.0"]
     monkeypatch.setattr(layers, "CHANNELS_BY_HAND", (8,))
     assert list(joined(make_topology())) == ["decoder.1.0"]

@@ -1,4 +1,4 @@
-"""What units and norms do that :mod:`tests.model.test_networks_of_nnunet` cannot show."""
+"""Properties of units and norms that :mod:`tests.model.test_networks_of_nnunet` cannot show."""
 
 import pytest
 import torch

@@ -54,10 +54,10 @@ def test_loss_and_gradient_are_monais(num_classes, present, joins_samples):
 
 @pytest.mark.parametrize("joins_samples", [False, True])
 def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
-    """nnU-Net's masks, written anew: means over what is labelled, of each sample or of all."""
+    """nnU-Net's masks, reimplemented: means over labelled voxels, of each sample or of all."""
     logits, target = make_batch(3)
     target[0, :4] = 3
-    target[2] = 3  # nothing of the last sample is labelled
+    target[2] = 3  # the last sample has no labelled voxel
     loss = SegmentationLoss(joins_samples=joins_samples)
     terms = loss(logits, target)
     chance, dice, cross_entropy = logits.softmax(1), [], []
@@ -77,7 +77,7 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     found = gradient(terms.total, logits)
     assert_same(terms.total, expected, logits)
     assert not found[2].any() and not found[0, :, :4].any()
-    # A batch without a label costs nothing.
+    # A batch without labels has a loss of 0.
     terms = loss(logits, torch.full_like(target, 3))
     assert terms.total.item() == pytest.approx(0, abs=1e-12)
     assert not gradient(terms.total, logits).any()
@@ -90,7 +90,7 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     num_levels=[1, 2],
 )
 def test_the_loss_of_regions_is_nnunets(regions, joins_samples, ignores, num_levels):
-    """Binary cross-entropy plus Dice of every region (nnU-Net's DC_and_BCE_loss), written anew."""
+    """Binary cross-entropy plus Dice of every region (nnU-Net's DC_and_BCE_loss), reimplemented."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randint(0, 5 if ignores else 4, (3, 8, 4, 4), generator=generator)
     shapes = [(3, len(regions), 8 // n, 4 // n, 4 // n) for n in (1, 2)[:num_levels]]
@@ -130,7 +130,7 @@ def test_low_precision_logits_are_taken_in_float32(dtype):
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     found = gradient(loss, logits)
     assert found.dtype == dtype
-    # One rounding, to as many bits as the type has.
+    # The result is rounded once, to the type's precision.
     wanted = gradient(expected, exact)
     torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
@@ -145,7 +145,7 @@ def test_any_integer_type_of_target():
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3)], ids=str)
 def test_micro_batches_add_up(sizes):
-    """Weighted losses add up, as do sums: joined along samples, or for the batch as a whole."""
+    """Weighted losses add up; so do sums, joined along samples or added for batch Dice."""
     logits, target = make_batch(3, num_samples=5)
     whole = dice_cross_entropy(logits, target)
     portions = list(zip(logits.split(sizes), target.split(sizes), strict=True))
@@ -162,13 +162,14 @@ def test_micro_batches_add_up(sizes):
 
 
 def test_sums_of_slabs_give_the_loss_of_the_volume():
-    """Ratios of slabs do not add up; sums do, and so do the gradients that they lead to."""
+    """Ratios of slabs do not add up; sums do, and so do their gradients."""
     logits, target = make_batch(4)
     slabs = zip(logits.split((1, 1, 4), 2), target.split((1, 1, 4), 1), strict=True)
     sums = torch.stack([dice_cross_entropy.sums(slab, labels) for slab, labels in slabs]).sum(0)
     assert sums.shape == (1, 4, 3, 4)
     assert_same(dice_cross_entropy.from_sums(sums).total, monai_loss(logits, target), logits)
-    # Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere.
+    # One sample: background, and a class of 6 voxels, with a probability of 4 in them and 1
+    # elsewhere.
     sums = torch.tensor([[[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]]).double()
     terms = dice_cross_entropy.from_sums(sums)
     assert terms.cross_entropy.item() == pytest.approx(5 / 16)
@@ -179,7 +180,7 @@ def test_sums_of_slabs_give_the_loss_of_the_volume():
 def test_deep_supervision_is_the_weighted_sum_of_levels():
     generator = torch.Generator().manual_seed(5)
     target = torch.randint(0, 3, (2, 8, 8, 4), generator=generator)
-    sizes = [(8, 8, 4), (4, 4, 4), (2, 2, 2)]  # Z is not halved at first
+    sizes = [(8, 8, 4), (4, 4, 4), (2, 2, 2)]  # the first stride does not halve Z
     steps = [(1, 1, 1), (2, 2, 1), (4, 4, 2)]
     logits = [torch.randn(2, 3, *size, generator=generator, dtype=torch.float64) for size in sizes]
     terms = dice_cross_entropy(logits, target)
@@ -195,7 +196,7 @@ def test_deep_supervision_is_the_weighted_sum_of_levels():
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_loss_stays_where_the_logits_are_and_nothing_waits_for_it(device):
-    """No value is fetched: on the meta device there is none, and no other device takes part."""
+    """No value is read back: meta tensors have none. No other device is used."""
     logits, target = (value.detach().to(device) for value in make_batch(3))
     logits.requires_grad_()
     with refused_waits() if device == "cuda" else nullcontext():

@@ -1,4 +1,4 @@
-"""How blocks run, and networks that are not ours: MONAI's 3-D ResNet-50 on executors."""
+"""How blocks run, and other networks than U-Nets: MONAI's 3-D ResNet-50 on executors."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ PARTS = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4
 
 
 class Add(nn.Module):
-    """Adds its inputs and a number, and remembers which tensors were alive."""
+    """Adds its inputs and a number, and records which earlier results are alive."""
 
     def __init__(self, number, seen):
         super().__init__()
@@ -59,18 +59,18 @@ def chain(**inputs):
 def test_blocks_run_in_order_and_a_tensor_is_freed_after_its_last_reader():
     seen = []
     modules = [Add(10**index, seen) for index in range(5)]
-    # One reads a tensor twice.
+    # Block d reads a twice.
     inputs = {"a": ["image"], "b": ["a"], "c": ["b"], "d": ["a", "c", "a"], "e": ["d", "image"]}
     blocks = chain(**inputs)
     blocks = [replace(block, module=m) for block, m in zip(blocks, modules, strict=True)]
     tensors = {"image": torch.zeros(2)}
     result = run_blocks(blocks, tensors, ["e", "d"])
-    assert not tensors  # the caller keeps none of them alive
+    assert not tensors  # the caller keeps no input alive
     assert {name: value.tolist() for name, value in result.items()} == {
         "d": [1113.0, 1113.0],
         "e": [11113.0, 11113.0],
     }
-    assert modules[3].alive == [True, False, True]  # a is still to be read, b is not
+    assert modules[3].alive == [True, False, True]  # a has a further reader, b has none
     assert modules[4].alive == [False, False, False, True]
 
 
@@ -79,7 +79,7 @@ def test_a_block_that_reads_one_tensor_follows_the_first_reader_of_it():
     blocks += chain(e=["d", "skip_a"], end=["e"])
     ordered = [block.name for block in in_running_order(blocks)]
     assert ordered == ["a", "b", "skip_a", "c", "skip_b", "d", "e", "end"]
-    # What others make moves nothing: of the decoder alone, and of a chain.
+    # Inputs from other blocks change no order: of a decoder alone, or of a chain.
     for blocks in (
         chain(low=["c"], skip_a=["a"], e=["low", "skip_a"]),
         chain(a=["image"], b=["a"], c=["b"]),
@@ -98,7 +98,7 @@ def test_every_convolution_of_a_skip_runs_behind_the_next_level_s_first_unit(enc
 
 
 def make_resnet(norm="batch"):
-    """Return MONAI's network, narrow; MONAI itself hands ``norm`` to the stem only."""
+    """Return MONAI's network, but narrow; MONAI itself passes ``norm`` to the stem only."""
     torch.manual_seed(3)
     network = resnet50(
         spatial_dims=3, n_input_channels=1, num_classes=4, widen_factor=1 / 16, conv1_t_size=3
@@ -135,7 +135,7 @@ def make_batch(num_samples):
     ids=str,
 )
 def test_resnet50_is_transparent(norm, num_samples, options):
-    """Compare one step and a prediction with MONAI's module, parameter by parameter."""
+    """One step and a prediction equal those of MONAI's module, parameter by parameter."""
     plain, placed = make_resnet(norm), make_resnet(norm)
     image, target = make_batch(num_samples)
     loss = functional.cross_entropy(plain(image), target)
@@ -147,7 +147,7 @@ def test_resnet50_is_transparent(norm, num_samples, options):
     assert_close(terms.total, loss.detach(), "loss")
     for (name, actual), expected in zip(placed.named_parameters(), plain.parameters(), strict=True):
         assert expected.grad is not None
-        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
+        # A bias before a normalisation has no effect: its gradient is rounding error.
         if expected.grad.norm() > 1e-12:
             assert_close(actual.grad, expected.grad, name)
     for (name, actual), expected in zip(placed.named_buffers(), plain.buffers(), strict=True):
@@ -162,7 +162,7 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
     names = [block.name for block in blocks]
     bottlenecks = [f"chain.layer{i + 1}.{j}" for i, n in enumerate((3, 4, 6, 3)) for j in range(n)]
     ends = ["chain.avgpool", "chain.flatten", "chain.fc"]
-    # The stem's activation works in place, so it cannot be parted from its normalisation.
+    # The stem's activation works in place, so it stays in one block with its normalisation.
     assert names == ["chain.conv1", "chain.bn1", "chain.maxpool", *bottlenecks, *ends]
     assert len({block.level for block in blocks if "layer3" in block.name}) == 1
     assert [block.inputs for block in blocks] == [("image",), *((name,) for name in names[:-1])]
@@ -170,7 +170,7 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
     assert list(network.chain.state_dict()) == list(resnet.state_dict())
     with pytest.raises(ConfigError, match="batch normalisation with 2 micro-batches"):
         parallelize(network, Layout(devices=(CPU, CPU), num_micro_batches=2))
-    # The blocks of a chain can follow another.
+    # A chain of blocks can follow another.
     (first,) = sequential_blocks(nn.Sequential(nn.Linear(2, 3)), "encoder")
     (second,) = sequential_blocks(nn.Sequential(nn.Linear(3, 1)), "head", first.name)
     assert (first.name, first.inputs, first.path) == ("encoder.0", ("image",), "encoder")
@@ -178,7 +178,7 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
 
 
 class Doubled(nn.Sequential):
-    """A chain that does not only run its modules."""
+    """A Sequential whose forward does more than run its modules."""
 
     def forward(self, image):
         return 2 * super().forward(image)
@@ -236,7 +236,7 @@ def test_shared_parameters_other_shapes_too_many_stages_and_losses_of_samples_ar
             executor.predict(torch.zeros(shape))
     with pytest.raises(DeviceError, match="3 devices for a network of 2 blocks"):
         parallelize(network, Layout(devices=(CPU,) * 3))
-    # Of one value a sample.
+    # One value per sample.
     with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):
         executor.forward_backward(*[torch.zeros(2, 2, 8, 8, 8)] * 2, lambda y, _: y[:, 0, 0, 0, 0])
 
@@ -252,7 +252,7 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
     executor.forward_backward(image, image[:, :2], functional.mse_loss)
     for actual, expected in zip(chain.buffers(), plain.buffers(), strict=True):
         assert torch.equal(actual, expected)
-    # And cuts are found with such a norm.
+    # Cuts are found for such a norm, too.
     chain = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), Layout(devices=(CPU, CPU))) == (2,)
 
@@ -277,5 +277,5 @@ def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):
     steps = len(losses) // 2
     for replayed, launched in zip(losses[:steps], losses[steps:], strict=True):
         assert_close(replayed, launched, "loss")
-    assert len({loss.item() for loss in losses[:steps]}) == steps  # none was overwritten
+    assert len({loss.item() for loss in losses[:steps]}) == steps  # no loss was overwritten
     assert_close(*predictions, "logits")

@@ -1,4 +1,4 @@
-"""Networks of any shape that nnU-Net has are the function that their layers say."""
+"""Networks of any shape that nnU-Net can plan compute what their layers define."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ from unet3d.nnunet.weights import from_nnunet, of_plan, order_of
 TOLERANCE = 1e-10
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 NNUNETS_AXES = order_of((2, 1, 0))
-"""In the order that ours have here."""
+"""nnU-Net's axes in the order of ours."""
 
 
 def network_of(topology):
@@ -45,7 +45,7 @@ def assert_is_reference(network, image):
         wanted = weights[name].grad
         assert parameter.grad is not None, name
         error = (parameter.grad - wanted).norm()
-        # Of a bias that a normalisation removes, it is rounding error around 0.
+        # The gradient of a bias before a normalisation is rounding error.
         assert error <= TOLERANCE * max(wanted.norm(), 1e-4 * largest), f"{name}: {error:.1e}"
 
 
@@ -56,7 +56,7 @@ def assert_is_reference(network, image):
     recomputed_above=[None, 200, slabs.MAX_ELEMENTS],
 )
 def test_a_network_is_what_its_layers_say(shape, encoder, memory, recomputed_above, monkeypatch):
-    """Also recomputed, and where convolutions run in slabs, their maps being above the limit."""
+    """Also with recomputation, and in slabs, when maps are above the limit."""
     fields, size = SHAPES[shape]
     network = network_of(topology_of(encoder=encoder, **fields)).to(memory_format=memory)
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
@@ -67,7 +67,7 @@ def test_a_network_is_what_its_layers_say(shape, encoder, memory, recomputed_abo
 
 @pytest.mark.parametrize("widths", [(8, 16, 16), (40, 8, 8)], ids=["pairs", "many channels"])
 def test_upsampling_and_convolution_as_one_have_the_bias(widths, monkeypatch):
-    # A private name: only maps of low precision on a GPU are composed, none in float64.
+    # A private name: only 16-bit maps on a GPU are composed, not float64.
     monkeypatch.setattr(api, "_composes", lambda x, up, weight: up.shape[4] == 2)
     topology = topology_of(channels=widths, strides=(ONE, (1, 2, 2), HALF), norm_eps=0.03)
     assert_is_reference(network_of(topology), image_of((4, 8, 8)))
@@ -93,7 +93,7 @@ def test_float32_on_a_cpu_takes_other_ways_to_the_same(shape, num_samples, memor
     deep_supervision=[False, True],
 )
 def test_logits_are_those_of_nnunet(shape, encoder, has_bias, deep_supervision):
-    """Of all heads, where nnU-Net's own networks are installed."""
+    """Logits of all heads, compared with nnU-Net's own networks if they are installed."""
     fields, size = SHAPES[shape]
     given = {"upsampling_bias": has_bias, "deep_supervision": deep_supervision}
     topology = topology_of(**{**fields, **given, "encoder": encoder})
@@ -109,7 +109,7 @@ def test_logits_are_those_of_nnunet(shape, encoder, has_bias, deep_supervision):
         expected, actual = theirs.double()(image), ours.double()(image)
     expected = expected if isinstance(expected, list) else [expected]
     actual = actual if isinstance(actual, tuple) else (actual,)
-    # nnU-Net has a head at the last level but one too, whose loss counts nothing.
+    # nnU-Net also has a head at the last level but one, with weight 0 in the loss.
     assert len(actual) == (max(len(expected) - 1, 1) if deep_supervision else 1)
     for own, wanted in zip(actual, expected, strict=False):
         assert (own - wanted).norm() <= TOLERANCE * wanted.norm()
@@ -118,7 +118,7 @@ def test_logits_are_those_of_nnunet(shape, encoder, has_bias, deep_supervision):
 @pytest.mark.gpu
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_a_bias_in_bfloat16_on_a_gpu_against_float64(encoder):
-    """Of maps that are large enough for all that a GPU does otherwise."""
+    """For maps that are large enough for every special case on a GPU."""
     topology = topology_of(encoder=encoder, channels=(32, 64), strides=(ONE, HALF))
     network = network_of(topology)
     with torch.no_grad():

@@ -26,7 +26,7 @@ def test_the_learning_rate_decays_polynomially_and_a_warm_up_rises_linearly_to_t
     gentle = make(nn.Linear(1, 1), learning_rate=0.02, init="a.pt")
     for num_steps, expected in [
         (10_000, [1 / 251, 2 / 251, 3 / 251]),
-        (20, [1 / 3, 2 / 3, 1, 1]),  # a tenth of a short training at most
+        (20, [1 / 3, 2 / 3, 1, 1]),  # warm-up is at most a tenth of a short training
         (5, [1, 1]),
     ]:
         steps = range(len(expected))
@@ -36,7 +36,7 @@ def test_the_learning_rate_decays_polynomially_and_a_warm_up_rises_linearly_to_t
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_steps_are_those_of_pytorch(optimizer):
-    """Of Nesterov's momentum, or AdamW; a parameter may get its first gradient later."""
+    """With Nesterov's momentum or AdamW; a parameter may get its first gradient later."""
     module = nn.Linear(2, 1).double()
     plain = copy.deepcopy(module)
     optimization = make(module, optimizer=optimizer, weight_decay=0.1)
@@ -63,12 +63,13 @@ def test_gradients_are_clipped_together_and_cleared(monkeypatch):
     module[0].grad = torch.tensor([3.0, 0.0], dtype=torch.float64)
     module[1].grad = torch.tensor([4.0], dtype=torch.float64)
     optimization.step(1.0)
-    # Their norm together is 5, so both are shortened to 2/5. Nesterov's first step is 1.99 of it.
+    # The norm of all gradients is 5, so they are scaled by 2/5. Nesterov's first step is 1.99 times
+    # the gradient.
     found = torch.cat([parameter.detach() for parameter in module])
     expected = 1.99 * torch.tensor([-1.2, 0.0, -1.6], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert all(parameter.grad is None for parameter in module.parameters())
-    # What is shorter is left alone.
+    # A gradient below the limit is not scaled.
     before, buffer = module[1].item(), 0.99 * 1.6 + 1.5
     module[1].grad = torch.tensor([1.5], dtype=torch.float64)
     optimization.step(1.0)
@@ -96,7 +97,7 @@ def train_steps(devices, precision, num_steps=3, rate=0.01, **layout):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_scaled_gradients_make_the_same_steps(num_devices):
-    """A scale is a power of two, so it changes no bit: the loss is scaled and unscaled again."""
+    """The scale is a power of two, so scaling and unscaling change no bits."""
     plain, without, _ = train_steps(["cpu"], "float32")
     scaled, with_scale, _ = train_steps(["cpu"] * num_devices, "float16")
     assert (without.scale, with_scale.scale) == (1.0, 2.0**16)
@@ -124,7 +125,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(bad):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert optimization.scale == 2.0**15
     assert module.weight.grad is None
-    # Nothing of it is left in the momentum.
+    # The momentum has no trace of it.
     others = make(copy.deepcopy(module), "float32")
     for one, scale in ((optimization, 2.0**15), (others, 1.0)):
         for parameter in one.module.parameters():
@@ -137,7 +138,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(bad):
 @pytest.mark.parametrize("first", ["float16", "float32"])
 @pytest.mark.parametrize("second", ["float16", "float32"])
 def test_a_run_can_go_on_in_another_precision(first, second):
-    """And with the scale that it had."""
+    """Its scale of the loss is kept, too."""
     module = nn.Linear(2, 1)
     optimization = make(module, first)
     for _ in range(3):
@@ -159,7 +160,7 @@ def test_a_run_can_go_on_in_another_precision(first, second):
     ],
 )
 def test_a_resumed_optimizer_takes_the_same_steps(earlier, later, optimizer):
-    """Also where kernels are stored in another order: on a GPU in float32 after bfloat16."""
+    """Also if kernels are stored in another layout: on a GPU in float32 after bfloat16."""
 
     def take_steps(module, optimization, numbers):
         for number in numbers:

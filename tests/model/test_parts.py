@@ -1,4 +1,4 @@
-"""Parts that run again in backward: the same gradients, and nothing kept that need not be."""
+"""Parts that are recomputed in backward: same gradients, and nothing is kept needlessly."""
 
 import gc
 import weakref
@@ -38,7 +38,7 @@ def make_model(frozen=None, **options):
 
 
 def forward(model, num_alive, blocks=None):
-    """Run the network, with parts unless ``num_alive`` is None."""
+    """Run the network, in parts that are recomputed unless ``num_alive`` is None."""
     blocks = in_running_order(blocks or model.blocks())
     run = run_block
     if num_alive is not None:
@@ -77,10 +77,10 @@ def test_results_and_gradients_are_the_same_to_the_bit(encoder, options, num_ali
 @pytest.mark.parametrize(
     ("num_alive", "expected"),
     [
-        # The decoder's units keep what they normalise: two at full resolution, two at half.
+        # The decoder's units keep their norms' inputs: two at full resolution, two at half.
         (1, [4 * FULL, 4 * FULL, 8 * HALF, 8 * HALF]),
-        # Where other parts come between, only what enters a level: both skips and the lowest
-        # features enter it, half of it enters the rest, and that the head.
+        # If other parts run in between, only the inputs of a level are kept: both skips and the
+        # lowest features for the lower level, and its result for the rest, with the head.
         (2, [4 * FULL, 8 * HALF, 8 * LOW, 8 * HALF]),
     ],
 )
@@ -97,9 +97,9 @@ def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(num
 
 @pytest.mark.parametrize(("num_alive", "decoder_runs"), [(1, 1), (2, 2)])
 def test_a_part_runs_again_when_backward_comes_to_it(num_alive, decoder_runs):
-    """And not before: the features of one level exist at a time.
+    """Not earlier: the features of only one level exist at a time.
 
-    A block runs twice at most, and the first once more.
+    A block runs at most twice, the first one three times.
     """
     model = make_model()
     order = []
@@ -124,7 +124,7 @@ def test_a_part_runs_again_when_backward_comes_to_it(num_alive, decoder_runs):
 
 
 def test_what_enters_a_level_of_a_chain_is_kept():
-    """Its first module may take long, so none runs more than twice."""
+    """Its first module may take long, so no module runs more than twice."""
     num_runs = Counter()
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     blocks = sequential_blocks(chain)
@@ -142,7 +142,7 @@ def test_what_enters_a_level_of_a_chain_is_kept():
 
 @pytest.mark.parametrize("num_alive", [1, 2])
 def test_nothing_is_alive_after_backward(num_alive):
-    """Memory must not wait for the garbage collector."""
+    """By reference counts: memory must not wait for the garbage collector."""
     model = make_model()
     seen = []
 
@@ -163,7 +163,7 @@ def test_nothing_is_alive_after_backward(num_alive):
 
 
 def test_memory_that_runs_out_the_second_time_is_reported_as_such():
-    """And a later step is possible, for instance with a smaller patch."""
+    """A later step is possible, such as with a smaller patch."""
     model = make_model()
     runs = []
 
@@ -186,7 +186,7 @@ def test_memory_that_runs_out_the_second_time_is_reported_as_such():
 
 @pytest.mark.parametrize("num_squares", [[1, 2], [2, 1]], ids=str)
 def test_a_module_that_does_something_else_the_second_time_is_refused(num_squares):
-    """It saves more, or fewer, tensors each time."""
+    """The second time it saves more, or fewer, tensors."""
     squares, module = list(num_squares), nn.Module()
 
     def square(x):
@@ -205,7 +205,7 @@ def test_a_module_that_does_something_else_the_second_time_is_refused(num_square
 
 
 def test_it_runs_again_in_the_same_precision():
-    """Backward is outside of the autocast that forward was in."""
+    """Backward runs outside of autocast, in which forward ran."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -12,7 +12,7 @@ from unet3d.model.topology import topology_like
 ISOTROPIC = (1.0, 1.0, 1.0)
 HALF, CUBE = (2, 2, 2), (3, 3, 3)
 WITHIN = (2, 2, 1)
-"""The stride that halves thick slices within."""
+"""The stride for thick slices, which halves within the slices only."""
 
 
 def plan(size, spacing_mm=ISOTROPIC, **options):
@@ -24,13 +24,14 @@ def plan(size, spacing_mm=ISOTROPIC, **options):
     ("size", "spacing_mm", "strides"),
     [
         ((128, 128, 128), ISOTROPIC, [HALF] * 5),
-        ((1024, 1024, 1024), ISOTROPIC, [HALF] * 5),  # to six levels
-        # 1 x 1 x 5 mm, 2 x 2 x 5, 4 x 4 x 5: only then is 5 at most twice the finest.
+        ((1024, 1024, 1024), ISOTROPIC, [HALF] * 5),  # up to six levels
+        # Spacings of 1 x 1 x 5 mm, 2 x 2 x 5, 4 x 4 x 5: only the last has 5 at most twice the
+        # finest.
         ((128, 128, 32), (1.0, 1.0, 5.0), [WITHIN] * 2 + [HALF] * 3),
         ((64, 64, 32), (1.0, 1.0, 2.0), [HALF] * 3 + [WITHIN]),
         ((64, 64, 32), (1.0, 1.0, 2.01), [WITHIN] + [HALF] * 3),
-        # No axis falls below four voxels, and seven are not padded to eight: of the median
-        # hippocampus nnU-Net's patch is the second, which has the same network.
+        # No axis falls below four voxels, and seven voxels are not padded to eight. For the median
+        # hippocampus, nnU-Net's patch is the second size; it has the same network.
         ((35, 50, 36), ISOTROPIC, [HALF] * 3),
         ((40, 56, 40), ISOTROPIC, [HALF] * 3),
         ((200, 9, 30), ISOTROPIC, [HALF] + [(2, 1, 2)] * 2 + [(2, 1, 1)] * 2),
@@ -91,7 +92,7 @@ def nnunet_kernels(spacing_mm, strides):
 
 
 def test_anisotropic_kernels_are_those_of_nnunet():
-    """Along thick slices one voxel, until voxels are about cubes; twice as thick is thick."""
+    """Kernels have one voxel across slices twice as thick, until voxels are almost cubes."""
     rng = np.random.default_rng(0)
     spacings = [tuple(np.exp(rng.uniform(0, 3, 3)).tolist()) for _ in range(200)]
     seen = set()
@@ -107,13 +108,14 @@ def test_anisotropic_kernels_are_those_of_nnunet():
 @pytest.mark.parametrize(
     ("size", "spacing_mm", "options", "kernels"),
     [
-        # Of exactly twice the finest it is halved at once, so that no voxel is skipped.
+        # At exactly twice the finest spacing an axis is halved at once, so that no voxel is
+        # skipped.
         ((128, 128, 128), (1.0, 1.0, 2.0), {}, [(3, 3, 1), *[CUBE] * 5]),
         ((128, 128, 128), (1.0, 1.0, 5.0), {}, [(3, 3, 1)] * 2 + [CUBE] * 4),
-        # Z is the finest, but cannot be halved; X and Y, three times as coarse, are halved all the
-        # same, judged among themselves, and no stride skips voxels.
+        # Z is the finest, but cannot be halved. X and Y, three times as coarse, are still halved,
+        # compared with each other only, and no stride skips voxels.
         ((64, 64, 6), (3.0, 3.0, 1.0), {}, [(1, 1, 3), *[CUBE] * 4]),
-        # A network of few levels sees across slices at the lowest.
+        # A network of few levels has kernels across slices at the lowest level.
         ((64, 64, 32), (1.0, 1.0, 20.0), {"num_levels": 2}, [(3, 3, 1), CUBE]),
     ],
 )
@@ -142,7 +144,7 @@ def test_topologies_are_read_from_plain_values_and_earlier_files():
     values = topology.to_dict()
     for name in ("kernels", *NEW_FIELDS):
         del values[name]
-    assert validated(Topology, values) == topology  # what earlier files lack is what they meant
+    assert validated(Topology, values) == topology  # defaults mean what earlier files mean
     assert (topology.norm_eps, topology.negative_slope) == (1e-5, 0.01)
     assert not topology.upsampling_bias
     assert units_of(topology) == ([2] * 4, [2] * 3)
@@ -157,7 +159,7 @@ def test_options_and_units_are_those_that_are_named(encoder):
     topology = replace(topology, **NEW_FIELDS)
     assert units_of(topology) == ([1, 3, 2, 1], [1, 3, 2])
     assert plan((32, 32, 32), norm="group").norm == "group"
-    # A residual encoder has nnU-Net's units at any number of levels.
+    # A residual encoder has nnU-Net's numbers of units for any number of levels.
     values = {**plan((32, 32, 32), encoder="residual").to_dict(), "channels": [4] * 16}
     topology = validated(Topology, {**values, "strides": [[1, 1, 1]] * 16})
     assert units_of(topology) == ([1, 3, 4, *[6] * 13], [1] * 15)

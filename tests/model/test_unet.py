@@ -40,7 +40,7 @@ def in_blocks(network, kind="parameters"):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_network_is_its_blocks(variant):
-    """Each parameter is in one block, blocks read earlier tensors only, and give its logits."""
+    """Each parameter is in one block; blocks read earlier results only, and give the logits."""
     torch.manual_seed(0)
     model = UNet3d(make_topology(**variant))
     for kind in ("parameters", "buffers"):
@@ -55,14 +55,14 @@ def test_the_network_is_its_blocks(variant):
     made = run_blocks(model.eval().blocks(), {"image": image}, model.outputs())
     assert torch.equal(model(image), made["head"])
     assert torch.equal(model.decoder(model.encoder(image))[0], made["head"])
-    # Encoder and decoder share nothing.
+    # Encoder and decoder share no parameters.
     for kind in ("modules", "parameters", "buffers"):
         encoder = {id(value) for value in getattr(model.encoder, kind)()}
         decoder = {id(value) for value in getattr(model.decoder, kind)()}
         assert encoder and decoder or kind == "buffers"
         assert not encoder & decoder
     assert not any(isinstance(module, Encoder) for module in model.decoder.modules())
-    # What is no registered module could still hold the other half.
+    # The other half could be held by an attribute that is no module.
     assert not any(isinstance(value, nn.Module) for value in vars(model.decoder).values())
 
 
@@ -82,7 +82,7 @@ def test_the_plain_block_list_is_what_the_diagram_shows():
 def test_a_replica_that_shares_the_network_joins_its_own_modules():
     model = UNet3d(make_topology(2)).double()
     image = make_image().double()
-    replica = copy.copy(model.decoder)  # as nn.DataParallel makes them
+    replica = copy.copy(model.decoder)  # nn.DataParallel makes replicas this way
     replica._modules = dict(copy.deepcopy(model.decoder)._modules)
     with torch.no_grad():
         for value in replica._modules["levels"]["0"]["up"].parameters():
@@ -127,7 +127,7 @@ def test_images_that_do_not_suit_are_refused_in_one_line():
         with pytest.raises(VolumeError, match=message) as caught:
             model(torch.zeros(1, channels, *size))
         assert "\n" not in str(caught.value)
-    assert model(torch.randn(1, 2, 16, 8, 4)).isfinite().all()  # the smallest that is taken
+    assert model(torch.randn(1, 2, 16, 8, 4)).isfinite().all()  # the smallest allowed image
 
 
 WIDE = Topology(in_channels=1, num_classes=2, channels=(32, 64), strides=((1, 1, 1), (2, 2, 2)))
@@ -138,7 +138,7 @@ def test_initialisation_keeps_the_variance_of_he(slope):
     torch.manual_seed(0)
     model = UNet3d(replace(WIDE, negative_slope=slope))
     assert not model.decoder.heads[0].bias.any()
-    # Two convolutions that are added start as the one over both inputs would.
+    # Two convolutions that are added are initialised like one convolution over both inputs.
     level = model.decoder.levels["0"]
     for conv, inputs in (
         (model.encoder.levels[1][0].conv, 32),
@@ -156,7 +156,7 @@ def test_weights_beyond_the_memory_of_the_host_are_refused():
 
 
 def test_a_network_without_memory_needs_no_compiler():
-    """Random numbers on meta would import it, which takes a second of every command."""
+    """Random numbers on the meta device would import a compiler, which takes a second."""
     script = (
         "import sys, torch; from unet3d.model import Topology, UNet3d\n"
         "with torch.device('meta'):\n"

@@ -1,4 +1,4 @@
-"""Boxes of a case, matrices, and sampling into new memory."""
+"""Boxes of a case, matrices, and functions that sample into new memory."""
 
 import math
 
@@ -40,7 +40,7 @@ def case(shape, channels=1, num_classes=4, dtype=torch.float32, label_dtype=torc
 
 
 def centred(matrix, box, size):
-    """Return the offset with which the centres of box and output meet."""
+    """Return the offset with which the centres of box and output coincide."""
     return (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
 
 
@@ -53,7 +53,7 @@ def sampled(image, label, matrix, offset, size, function=sample_affine):
 
 
 def call(function, image, label, matrix, offset, *outputs, start=(0, 0, 0)):
-    """Sample one box, by the function of many boxes or by that of one."""
+    """Sample one box, with the function for many boxes or with the function for one."""
     image_out, label_out = outputs
     if function is plain.sample:
         given = rows_of(matrix), tuple(offset.tolist())

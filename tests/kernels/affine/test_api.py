@@ -16,15 +16,15 @@ FLIPS = [(1, 1, 1), (-1, 1, 1), (1, -1, -1), (-1, -1, -1)]
 
 
 def linear(volume, matrix, offset, size):
-    """Return what SciPy samples, with zeros around the volume."""
+    """Return SciPy's linear interpolation, with zeros around the volume."""
     return ndimage.affine_transform(volume, matrix, offset, size, order=1, mode="grid-constant")
 
 
 def shares(label, matrix, offset, size):
-    """Return the classes, 0 first, and how much each has of every voxel."""
+    """Return the classes, 0 first, and the share of each class in every voxel."""
     classes = np.union1d([0], label.numpy())
     found = [linear((label.numpy() == k).astype(float), matrix, offset, size) for k in classes]
-    found[0] += 1 - np.sum(found, 0)  # around the box
+    found[0] += 1 - np.sum(found, 0)  # the outside counts as 0
     return classes, np.stack(found)
 
 
@@ -59,7 +59,7 @@ def test_every_type_is_sampled(dtype, label_dtype):
 def test_any_number_of_classes_votes():
     box, size = (24, 22, 21), (20, 21, 22)
     image, label = case(box, 1, 700, label_dtype=torch.int64)
-    label += 2**40 * (label > 0)  # more than a float or an int32 tells apart
+    label += 2**40 * (label > 0)  # beyond the digits of a float or an int32
     assert len(label.unique()) > 400
     check(image, label, TURNED, centred(TURNED, box, size) + SHIFT, size)
 
@@ -101,7 +101,7 @@ def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them():
 
 
 def mirrored(box, signs, offset, size):
-    """Return what is at ``sign * o + offset``, of a box with zeros around."""
+    """Return the voxels ``sign * o + offset`` of a box, with zeros around it."""
     out = functional.pad(box, [50] * 6)
     for axis, (sign, first, count) in enumerate(zip(signs, offset, size, strict=True)):
         out = out.index_select(axis + 1, sign * torch.arange(count) + first + 50)
@@ -148,7 +148,7 @@ def test_outputs_may_be_samples_of_a_batch():
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
 def test_a_part_is_as_in_the_whole(matrix):
-    """To the bit, however blocks divide either; else labels of almost equal shares differ."""
+    """Bit-identical for any blocks; otherwise labels with almost equal shares would differ."""
     box, size = (150, 40, 45), (131, 33, 38)
     image, label = case(box, 2, num_classes=9)
     offset = centred(matrix, box, size) + SHIFT

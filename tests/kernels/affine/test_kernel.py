@@ -1,4 +1,4 @@
-"""Sampling on a GPU against a CPU, which is tested against SciPy."""
+"""Sampling on a GPU against a CPU, which other tests compare with SciPy."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_a_gpu_samples_the_same(matrix, sizes, types):
     for function in (sample_affine, plain.sample):
         found = sampled(image.cuda(), label.cuda(), turn, offset, size, function)
         torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
-        # Between two shares that are equal but for rounding, either may win.
+        # If two shares differ by rounding only, either class may win.
         assert (found[1].cpu() == expected[1]).double().mean() > 0.9995
 
 
@@ -50,7 +50,7 @@ def test_a_gpu_samples_the_same(matrix, sizes, types):
 def test_a_gpu_compiles_once_and_does_not_wait():
     from unet3d.kernels.affine import kernel
 
-    kernel._sample.device_caches.clear()  # a private name: only Triton's cache shows it
+    kernel._sample.device_caches.clear()  # a private name: only Triton's cache shows recompilation
     generator = np.random.default_rng(0)
     torch.cuda.synchronize()
     for channels, box, size in [(1, (1, 16, 32), (16, 16, 16)), (3, (20, 17, 31), (9, 1, 7))]:

@@ -38,7 +38,7 @@ def test_neighbours_along_every_axis_and_seeds_are_independent():
 
 
 def test_a_part_has_the_noise_of_the_whole(monkeypatch):
-    """However many planes of it are made at a time."""
+    """For any number of planes that are made at a time."""
     expected = whole((8, 9))[3:10, 10:15, 20:50]
     assert torch.equal(gaussian_noise((3, 10, 20), (7, 5, 30), SIZE, (8, 9), CPU), expected)
     monkeypatch.setattr(noise, "CHUNK_VOXELS", 3 * 5 * 30)

@@ -20,7 +20,7 @@ FIRST, LAST = LAYOUTS
         ((1, 32, 64, 64, 64), 33, torch.bfloat16, LAST, "cpu:0", False),
         ((1, 32, 64, 64, 64), 7, torch.bfloat16, LAST, "cpu:0", False),
         ((1, 32, 64, 63, 64), 32, torch.bfloat16, LAST, "cpu:0", False),  # too small
-        ((1, 32, 64, 64, 65), 32, torch.bfloat16, LAST, "cpu:0", False),  # no pairs
+        ((1, 32, 64, 64, 65), 32, torch.bfloat16, LAST, "cpu:0", False),  # Z is odd
         ((1, 32, 64, 64, 64), 32, torch.float32, LAST, "cpu:0", False),
         ((1, 32, 64, 64, 64), 32, torch.bfloat16, FIRST, "cpu:0", False),
     ],
@@ -39,12 +39,12 @@ def test_what_is_worth_folding(shape, channels, dtype, layout, device, folds):
         (3, (3, 4, 8), slabs.MAX_ELEMENTS, True),
         (16, (2, 3, 16), slabs.MAX_ELEMENTS, True),
         (17, (2, 3, 16), slabs.MAX_ELEMENTS, False),  # too much of the matrix would be zero
-        (3, (3, 8, 4), slabs.MAX_ELEMENTS, False),  # Z is no multiple of 8
-        (3, (9, 3, 8), 600, False),  # in slabs
+        (3, (3, 8, 4), slabs.MAX_ELEMENTS, False),  # Z is not a multiple of 8
+        (3, (9, 3, 8), 600, False),  # too large for one call
     ],
 )
 def test_a_head_multiplies_eight_voxels_at_a_time(outputs, size, limit, folds, monkeypatch):
-    # As if x were of low precision on a GPU; in float64 the comparison is sharp.
+    # Pretend that x is 16-bit on a GPU; computing in float64 makes the comparison exact.
     monkeypatch.setattr(api, "can_fold", lambda x, channels: True)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     values = [tensor(2, 5, *size), tensor(outputs, 5, 1, 1, 1, seed=1), tensor(outputs, seed=2)]
@@ -67,7 +67,7 @@ def test_a_head_multiplies_eight_voxels_at_a_time(outputs, size, limit, folds, m
 @pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_shards_with_halos_are_the_whole_convolution(stride, folds, monkeypatch):
-    """Three slabs of a volume, each with its neighbours' planes, or zeros at the volume's edge."""
+    """Three slabs of a volume, each with its halo: neighbours' planes, or zeros at the ends."""
     monkeypatch.setattr(api, "can_fold", lambda *_: folds)
     values = [tensor(1, 8, 12, 3, 4), tensor(8, 8, 3, 3, 3, seed=1)]
 

@@ -1,4 +1,4 @@
-"""What a bias of the upsampling adds at the border, against the bias itself."""
+"""The effect of a bias of the upsampling at the border, against a convolution with the bias."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def plain(x, weight, bias):
 
 
 def centred(y):
-    """Return what an instance normalisation lets pass: all but a constant of each channel."""
+    """Return a result without its mean per channel, as an instance normalisation removes it."""
     return y - y.mean((2, 3, 4), keepdim=True)
 
 
@@ -61,7 +61,7 @@ def test_a_map_with_room_around_keeps_it_and_its_mark_and_nothing_is_added_insid
     before = y.clone()
     made = add_border(mark_folded(y), weight, bias)
     assert was_folded(made) and made.stride() == y.stride()
-    assert made.data_ptr() == y.data_ptr()  # written in place
+    assert made.data_ptr() == y.data_ptr()  # in place
     torch.testing.assert_close(centred(made), centred(plain(x, weight, bias)))
     assert not whole[:, :, :, (0, -1)].any()
     inside = (..., *[slice(1, -1)] * 3)
@@ -96,7 +96,7 @@ def test_slabs_have_the_border_of_the_volume(bounds, kernel):
 
     given = values((bounds[-1], 3, 4), kernel)
     assert_same(results(in_slabs, given), results(plain, given))
-    # One inside has a gradient all the same: ranks exchange the gradients of all parameters.
+    # An inner slab has a gradient of the bias, too: ranks exchange the gradients of all parameters.
     x, weight, bias = given
     bias.requires_grad_()
     with sharded(SimpleNamespace(index=1, count=3)):
@@ -105,7 +105,7 @@ def test_slabs_have_the_border_of_the_volume(bounds, kernel):
 
 
 def test_no_number_is_read():
-    """A GPU would be waited for; and steps are predicted on fake tensors, and captured."""
+    """The host would wait for a GPU; and steps are also run on fake tensors, and captured."""
     with FakeTensorMode():
         x, *given = (torch.empty(s) for s in ((1, 3, 4, 5, 6), (5, 3, 3, 3, 3), (3,)))
         y = with_border(x, *(value.requires_grad_() for value in given))

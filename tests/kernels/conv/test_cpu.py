@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def assert_as_in_float64(function, plain, x, weight):
-    """Compare value and gradients, and what is kept for them; return the value."""
+    """Compare value, gradients and the saved tensors with float64; return the value."""
     low, kept = [value.float() for value in (x, weight)], []
     with handling(kept.append):
         actual = results(function, low)
@@ -65,7 +65,7 @@ def test_transposed_convolutions(planes, stride):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_points(samples, layout):
-    """Of a head; and transposed, between two levels of one resolution."""
+    """1x1x1 kernels of a head; and transposed, between two levels of one resolution."""
     x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
     bias = tensor(3, seed=2)
     head = (lambda x, w: conv1x1x1(x, w, bias.to(x)), lambda x, w: F.conv3d(x, w, bias))

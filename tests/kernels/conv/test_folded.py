@@ -1,4 +1,4 @@
-"""Two neighbours along Z computed as one voxel: the same as one by one."""
+"""Two neighbours along Z computed as one voxel: the same result as voxel by voxel."""
 
 from contextlib import nullcontext
 
@@ -33,7 +33,7 @@ def test_a_padded_map_shows_its_own_voxels_only():
     limit=[1000, slabs.MAX_ELEMENTS],
 )
 def test_two_voxels_at_a_time_give_the_same(sizes, x_padding, pads_x, pads_dy, limit, monkeypatch):
-    """With zeros around or without, with neighbours' planes, whole or in slabs."""
+    """With zeros around Z or without, with neighbours' planes, whole or in slabs."""
     num_samples, inputs, outputs = sizes
     x, weight = tensor(num_samples, inputs, 7, 3, 4), tensor(outputs, inputs, 3, 3, 3, seed=1)
     expected = results(lambda x, w: plain(x, w, x_padding=x_padding), [x, weight])
@@ -52,7 +52,7 @@ def test_two_voxels_at_a_time_give_the_same(sizes, x_padding, pads_x, pads_dy, l
     limit=[200, slabs.MAX_ELEMENTS],
 )
 def test_strides_over_a_padded_map(stride, inputs, is_sharded, is_kept_padded, limit, monkeypatch):
-    """Backward may get the map as it was, or recomputed without zeros around."""
+    """Backward may get the stored map with zeros around Z, or a recomputed map without."""
     values = [tensor(2, inputs, 6, 3, 4), tensor(12, inputs, 3, 3, 3, seed=1)]
     expected = results(lambda x, w: plain(x, w, stride, 0 if is_sharded else 1), values)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
@@ -67,7 +67,7 @@ def test_strides_over_a_padded_map(stride, inputs, is_sharded, is_kept_padded, l
         given = [padded(values[0]), values[1]]
         actual = results(strided, given)
     assert_same(actual, expected)
-    # A map without zeros around takes another way, in pairs or not.
+    # A map without zeros around Z takes other code, in pairs or not.
     for folds in (False, True):
         monkeypatch.setattr(api, "can_fold", lambda x, channels, folds=folds: folds)
         actual = results(strided, values)

@@ -26,7 +26,7 @@ from unet3d.memory.allocations import counted_allocations
 
 
 class ConvolutionCalls(TorchDispatchMode):
-    """Counts the convolutions that reach PyTorch, and remembers first and largest tensors."""
+    """Counts the calls of PyTorch's convolutions, and records inputs and the largest tensor."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ STRIDES = [(1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1)]
 def test_convolutions_in_slabs_are_the_whole_ones(
     size, stride, layout, padding, in_place, monkeypatch
 ):
-    """Also where cuDNN writes what it computes to its place, and planes are copied by a kernel."""
+    """Also as on a GPU, where cuDNN writes results in place, and a kernel copies planes."""
     n, *space = size
     if space[0] + 2 * padding[0] < 3:
         return
@@ -75,7 +75,7 @@ def test_convolutions_in_slabs_are_the_whole_ones(
         assert_same(actual, expected, 1e-12)
         of_one = {"convolution": 1, "convolution_backward": 1}
         assert actual[0].is_contiguous(memory_format=LAYOUTS[1]) or calls.count == of_one
-        # Four planes with their neighbours are the least that a call can be given.
+        # A call needs four planes with their neighbours at least.
         plane = math.prod(space[1:]) * 4
         assert calls.largest <= max(limit, 5 * plane)
 
@@ -123,7 +123,7 @@ def test_transposed_convolutions_leave_planes_out(size, left_out, limit, monkeyp
 
 @pytest.mark.parametrize(("kernel", "size"), [(1, 7), (1, 8), (2, 9)])
 def test_planes_without_a_reader_have_no_gradient(kernel, size, monkeypatch):
-    """As those that a stride above the kernel leaves out between two of the result."""
+    """A stride above the kernel skips planes of the input."""
     x, weight = tensor(2, 3, size, 4, 4), tensor(4, 3, kernel, 1, 1, seed=1)
     stride = (kernel + 1, 2, 2)
     expected = results(lambda x, w: F.conv3d(x, w, stride=stride), [x, weight])
@@ -138,10 +138,11 @@ def test_planes_without_a_reader_have_no_gradient(kernel, size, monkeypatch):
 
 
 def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
-    x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 in a plane
+    x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 elements in a plane
     given = (x, weight, (1, 1, 1), (1, 1, 1))
     y = slabs.convolve(*given)
-    # At 1050, 21 planes: half of those inside and two neighbours; and the planes at both ends.
+    # A slab of at most 1050 elements has 21 planes: half of the inner planes and two neighbours.
+    # The planes at both ends are further slabs.
     for limit, function, values, name, count, largest in [
         (1050, slabs.convolve, given, "convolution", 2 + 2, 1050),
         (1150, slabs.transposed, (y, *given[1:]), "convolution", 2, 1150),
@@ -153,12 +154,12 @@ def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
             function(*values)
         assert calls.count == {name: count}
         assert calls.largest == largest
-        # What a slab reads is no copy.
+        # Slabs are views of the input, not copies.
         if function is slabs.convolve:
             assert values[0].untyped_storage().data_ptr() in calls.read
-            assert len(calls.read) <= 3  # but for zeros at the ends
+            assert len(calls.read) <= 3  # the two end slabs are copies with zeros
     x = tensor(2, 2, 6, 4, 4)
-    # Else a call for each of two samples, forward and for either gradient.
+    # Above the limit, a call for each of two samples, forward and for each gradient.
     for limit, count in [
         (x.numel(), {"convolution": 1, "convolution_backward": 1}),
         (x.numel() // 2, {"convolution": 4, "convolution_backward": 2}),
@@ -175,7 +176,7 @@ def test_autocast_lowers_what_is_in_slabs(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         y = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
         exact = slabs.convolve(x.double(), weight.double(), (1, 1, 1), (1, 1, 1))
-        # Fake, for CPUs are known that have not the instructions to do this in bfloat16.
+        # With fake tensors, because some CPUs lack the instructions to compute this in bfloat16.
         with FakeTensorMode(allow_non_fake_inputs=True):
             up = slabs.upsample(x, weight[..., :2, :2, :2], (2, 2, 2))
     assert (y.dtype, up.dtype, exact.dtype) == (torch.bfloat16, torch.bfloat16, torch.float64)
@@ -184,7 +185,7 @@ def test_autocast_lowers_what_is_in_slabs(monkeypatch):
 
 
 def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch):
-    # 1 + 512 x 2^-8 = 3, but in bfloat16 1 + 2^-8 is 1.
+    # The sum is 1 + 512 x 2^-8 = 3, but in bfloat16 1 + 2^-8 is rounded to 1.
     x = torch.full((1, 1, 513, 1, 1), 2.0**-8, dtype=torch.bfloat16)
     x[0, 0, 0] = 1
     weight = torch.zeros(1, 1, 1, 1, 1, dtype=torch.bfloat16)
@@ -195,7 +196,7 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch):
 
 def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 2**19)
-    gpu = torch.device("cpu", 1)  # stands for one
+    gpu = torch.device("cpu", 1)  # stands for a GPU
     peaks = {}
     for dtype in (torch.bfloat16, torch.float32):
         with counted_allocations() as recorder:
@@ -206,7 +207,7 @@ def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch):
             y = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
             plane = x.nbytes // 64
             peaks[dtype] = (recorder.peak[gpu] - before - y.nbytes) / plane
-    assert peaks[torch.bfloat16] <= 3  # what reads zeros
+    assert peaks[torch.bfloat16] <= 3  # the padded planes at the ends
     assert peaks[torch.float32] > 10
 
 
@@ -219,15 +220,15 @@ def test_cudnn_writes_planes_to_their_place(padding, stride, monkeypatch):
     given = (None, (stride, 1, 1), (padding, 1, 1))
     expected = F.conv3d(x.double(), weight.double(), *given)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 150_000)
-    monkeypatch.delattr(slabs.F, "conv3d")  # which would make a copy
+    monkeypatch.delattr(slabs.F, "conv3d")  # conv3d would make a copy
     y = slabs.convolve(x, weight, *given[1:])
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
     norms = [z.transpose(1, 2).flatten(2).norm(dim=2) for z in (y.double() - expected, expected)]
-    assert (norms[0] / norms[1]).max() <= 4e-3  # of every plane of every sample
+    assert (norms[0] / norms[1]).max() <= 4e-3  # for every plane of every sample
 
 
 def large_volume(channels, size):
-    """Return a volume, made in slabs: normal numbers take float32 meanwhile."""
+    """Return a volume, filled slab by slab, because normal numbers are first made in float32."""
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB of free GPU memory")
     x = torch.empty((1, size, size, size, channels), dtype=torch.bfloat16, device="cuda")
@@ -286,7 +287,7 @@ def test_values_above_the_limit_on_a_gpu():
 @pytest.mark.gpu
 def test_gradients_above_the_limit_on_a_gpu():
     x, weight = large_volume(32, 416), weight_of(32, 32, 3, 3, 3).requires_grad_()
-    # The gradient is zero but for a few blocks, so the expected sum is over these.
+    # The gradient is 0 outside of a few blocks, so the expected sum is over these.
     dy, expected = torch.zeros_like(x), torch.zeros_like(weight, dtype=torch.float64)
     for corner in CORNERS:
         place = dy[(..., *(slice(first, first + 12) for first in corner))]

@@ -16,7 +16,7 @@ from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
 from unet3d.kernels.conv.stem_op import FORWARD, division_of, stem, stem_with_moments
 
 SHAPES = [
-    # samples, channels of the image and of the result, size
+    # samples, channels of image and result, size
     (1, 1, 32, (40, 48, 56)),
     (1, 1, 32, (160, 64, 72)),
     (2, 1, 8, (5, 7, 9)),
@@ -61,7 +61,7 @@ def test_moments_of_the_result_come_with_it(shape, padding, mean):
     if image.shape[2] < 3:
         padding = 1
     image = (image + mean).cuda().bfloat16()
-    if mean:  # without zeros around, which would be far from it
+    if mean:  # no zeros around the image, which would be far from its mean
         weight[:, :, (0, 2)] = weight[:, :, :, (0, 2)] = weight[..., (0, 2)] = 0
         padding = 1
     weight = weight.cuda().bfloat16()

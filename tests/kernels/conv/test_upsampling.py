@@ -1,4 +1,4 @@
-"""Upsampling and the convolution behind it, computed as one."""
+"""Upsampling and the next convolution, computed as one."""
 
 from functools import partial
 
@@ -72,8 +72,8 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize(
     ("shape", "stride", "outputs", "device", "is_composed"),
     [
-        # Of 2^17 voxels: as few elements as can be with 8 outputs, and as few voxels with 256
-        # channels of the input.
+        # Results of 2^17 voxels: the fewest elements with 8 outputs, and the fewest voxels with 256
+        # input channels.
         ((1, 256, 16, 32, 32), (2, 2, 2), 8, "cpu:0", True),
         ((2, 256, 16, 32, 32), (1, 2, 2), 32, "cpu:0", True),
         ((1, 64, 16, 32, 32), (2, 2, 2), 64, "cpu:0", True),
@@ -81,7 +81,8 @@ def test_second_derivatives_are_refused():
         ((1, 8, 16, 32, 31), (2, 2, 2), 8, "cpu:0", False),
         ((1, 8, 64, 32, 32), (2, 2, 2), 7, "cpu:0", False),
         ((1, 8, 64, 32, 32), (2, 2, 1), 8, "cpu:0", False),
-        # On a CPU in every type: half as many voxels, and a kernel that oneDNN always takes.
+        # On a CPU in every type: half as many voxels, and a kernel for which PyTorch always uses
+        # oneDNN.
         ((1, 256, 8, 32, 32), (2, 2, 2), 4, "cpu", True),
         ((2, 256, 8, 32, 32), (1, 2, 2), 32, "cpu", True),
         ((1, 257, 8, 32, 32), (2, 2, 2), 4, "cpu", False),
@@ -89,7 +90,7 @@ def test_second_derivatives_are_refused():
     ],
 )
 def test_what_is_worth_composing(shape, stride, outputs, device, is_composed, monkeypatch):
-    """Large maps; and few channels on a GPU, which stands on index 0 here, leave room around."""
+    """Large maps; on a GPU (index 0 here) results of few channels have room around Z."""
     made = list[torch.Tensor]()
 
     def noted(*weights):
@@ -115,8 +116,8 @@ def test_what_is_worth_composing(shape, stride, outputs, device, is_composed, mo
 @pytest.mark.parametrize("stride", STRIDES, ids=str)
 @pytest.mark.parametrize("is_composed", [False, True])
 def test_shards_with_a_plane_of_their_neighbours_are_the_whole(is_composed, stride, monkeypatch):
-    """Three slabs of the coarse map, each with one plane of its neighbours'."""
-    # A private name: maps of this size are not composed.
+    """Three slabs of the coarse map, each with its neighbours' planes."""
+    # A private name: maps of this size would not be composed.
     monkeypatch.setattr(api, "_composes", lambda *_: is_composed)
     values = [tensor(1, 6, 9, 2, 3), *weights(6, 8, stride)]
 

@@ -18,7 +18,7 @@ def closed_form(x, weight, bias, eps, slope):
 
 
 def arguments(shape, mean=2.0, dtype=torch.float64, device="cpu", layout=torch.contiguous_format):
-    """Return x, weight, bias and the gradient of the result; the affine ones are never rounded."""
+    """Return x, weight, bias and the result's gradient; weight and bias are never rounded."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=generator) + mean).to(dtype)
     weight, bias = torch.randn(2, shape[1], generator=generator)
@@ -36,20 +36,20 @@ def normed(inputs, slope, function=instance_norm):
 
 
 def in_float64(inputs, slope):
-    """Return those of the formula, on the CPU."""
+    """Return value and gradients of the formula in float64, on the CPU."""
     return normed([value.cpu().double() for value in inputs], slope, closed_form)
 
 
 def compare(actual, expected, dy, tolerance):
-    """Compare by norms, but gradients of weight and bias, sums that may cancel, by their terms."""
+    """Compare by norms; gradients of weight and bias, whose sums may cancel, by their terms."""
     for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
         scale = max(b.norm().item(), dy.float().norm().item() if b.dim() == 1 else 0)
         assert (a.detach().cpu().double() - b).norm().item() <= tolerance * scale, number
 
 
 def called(function, *args, **named):
-    """Check that an operation is registered as PyTorch wants it, and return its result."""
-    # Not with symbolic sizes: how a map is divided among programs is looked up by its size.
+    """Check that an operation is registered as PyTorch requires, and return its result."""
+    # Without symbolic sizes: a map is divided among programs by looking up its size.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(function, args, named, test_utils=checks)
     return function(*args, **named)

@@ -85,10 +85,10 @@ def test_what_is_added_on_a_gpu_against_float64(shape, kind, has_room, monkeypat
     dtype, tolerance = kind
     x, weight, bias, dy = arguments(shape, 1.0, dtype, "cuda")
     added = arguments(shape, 3.0, dtype, "cuda")[3]
-    # The sum is rounded as it is stored, and where that crosses zero the slope is another.
+    # The stored sum is rounded; if that changes its sign, LeakyReLU has another slope.
     total = (x.float() + added.float()).to(dtype)
     expected, of_total, *others = in_float64([total, weight, bias, dy], 0.01)
-    if has_room:  # and any values around
+    if has_room:  # with any values in the room
         made = empty_map(x, pads=True)
         with_padding(made).fill_(1e4)
         x = made.copy_(x)
@@ -100,7 +100,7 @@ def test_what_is_added_on_a_gpu_against_float64(shape, kind, has_room, monkeypat
 
 def test_where_triton_cannot_compile_it_is_said_once(caplog):
     triton_support.works.cache_clear()
-    with torch.no_grad():  # the first to ask may be a prediction
+    with torch.no_grad():  # the first call may be in a prediction
         assert [triton_support.works() for _ in range(2)] == [torch.cuda.is_available()] * 2
     beginnings = [record.getMessage()[:50] for record in caplog.records]
     expected = "Triton cannot compile here, so training is several"

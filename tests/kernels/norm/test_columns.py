@@ -1,4 +1,4 @@
-"""Channels-last maps on a CPU: values and gradients of the formula, and what they allocate."""
+"""Channels-last maps on a CPU, against the formula, and the memory that they allocate."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from unet3d.kernels.norm import columns
 
 LAST = torch.channels_last_3d
 
-# Voxels that divide by many powers of two, by few, and by none; channels that fill rows, or do not.
+# Numbers of voxels that can be halved often, seldom or never; channels that fill rows or not.
 SHAPES = [(1, 4, 16, 16, 8), (2, 12, 6, 6, 6), (3, 5, 3, 5, 7), (1, 70, 4, 4, 4), (2, 3, 1, 4, 4)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_float32_and_float64_against_the_closed_form(shape):
-    # So far from zero, rounding moves a value over LeakyReLU's kink now and then, and the values
-    # themselves have four digits less.
+    # Far from zero, rounding may change a value's sign before LeakyReLU, and values have four
+    # digits less.
     for mean, slope, tolerance in [(0.0, 0.01, 2e-6), (0.0, 1.0, 2e-6), (1e3, 1.0, 2e-4)]:
         inputs = arguments(shape, mean, torch.float32, layout=LAST)
         assert is_channels_last(inputs[0])
@@ -25,7 +25,7 @@ def test_float32_and_float64_against_the_closed_form(shape):
         actual = normed(inputs, slope)
         compare(actual, in_float64(inputs, slope), inputs[3], tolerance)
         assert all(actual[index].is_contiguous(memory_format=LAST) for index in (0, 1))
-        assert torch.equal(inputs[3], before)  # the gradient that comes in is not written to
+        assert torch.equal(inputs[3], before)  # the incoming gradient is not overwritten
         inputs = arguments(shape, layout=LAST)
         assert_same(normed(inputs, slope), in_float64(inputs, slope), 1e-10)
 
@@ -38,7 +38,7 @@ def test_bfloat16_is_rounded_a_few_times_only():
 
 
 def test_statistics_of_many_voxels_far_from_zero():
-    # In one long float32 sum the mean would be off by more than that.
+    # A single long float32 sum would have a larger error of the mean.
     x = 1e3 + torch.randn(1, 4, 64, 64, 64, generator=torch.Generator().manual_seed(0))
     mean, rstd = torch.ops.unet3d.column_statistics(channels_last(x), EPS)
     exact = x.double()
@@ -60,7 +60,7 @@ def test_operations_are_registered_as_pytorch_wants():
 @pytest.mark.parametrize("slope", [0.01, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_parts_of_a_map_are_the_whole(dtype, slope, monkeypatch):
-    """Of 432 rows, which divide by 16, parts are as small as a cache is large."""
+    """Each sample is 432 rows, which are divided by 16: as if a cache were small."""
     inputs = arguments((2, 5, 12, 12, 6), 0.5, dtype, layout=LAST)
     monkeypatch.setattr(columns, "MAX_COLUMNS", 12)
     whole = normed(inputs, slope)

@@ -19,7 +19,7 @@ SLOPE = 0.01
 
 
 def inputs_of(shape, classes, dtype, device, *, adds, mean=1.0):
-    """Return x, weight, bias, the head's weight and bias, what is added, and the gradient."""
+    """Return x, weight, bias, the head's weight and bias, the added map, and a gradient."""
     x, weight, bias, _ = arguments(shape, mean, dtype, device)
     generator = torch.Generator().manual_seed(5)
     head = torch.randn(classes, shape[1], 1, 1, 1, generator=generator)
@@ -107,12 +107,12 @@ def test_on_a_gpu_against_float64(case, kind, monkeypatch):
     assert actual[0].dtype == dtype
     voxels = expected[0][0, 0].numel() * shape[0]
     for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        # What is summed over voxels may cancel: judged by how much was added up.
+        # Sums over voxels may cancel: they are compared with the sum of absolute values.
         scale = max(b.norm().item(), (voxels * b.numel()) ** 0.5 if number > 1 else 0)
         assert (a.cpu().double() - b).norm().item() <= tolerance * scale, number
     again = results(joined, inputs)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-    # What is added is added in float32 and rounded once.
+    # The sum with the added map is computed in float32 and rounded once.
     x, *others, dy = inputs
     added = torch.randn_like(x)
     in_sum = results(joined, [x, *others, added, dy])
@@ -130,13 +130,13 @@ def test_more_than_two_to_the_31_elements():
     expected = results(apart, [value.cpu().double() for value in inputs])
     x, weight, bias = (value.double() for value in inputs[:3])
     normed = closed_form(x, weight, bias, EPS, SLOPE)
-    # A volume of copies has the same statistics, logits, and gradient of x.
+    # A volume of copies has the same statistics, and so the same logits and gradient of x.
     for index in (0, -1):
         inputs[index] = channels_last(inputs[index].repeat(1, 1, 52, 52, 52))
     y, dx, *sums = results(joined, inputs)
     actual = [y[..., -8:, -8:, -8:], dx[..., -8:, -8:, -8:], *(v / 52**3 for v in sums)]
     assert_near(actual, expected, 1e-2)
-    with torch.no_grad():  # the same, normalised only
+    with torch.no_grad():  # the normalised map alone
         y = instance_norm(*inputs[:3], EPS, SLOPE)
     assert_near([y[..., -8:, -8:, -8:], y[..., :8, :8, :8]], [normed] * 2, 4e-3)
 

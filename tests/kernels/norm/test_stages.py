@@ -1,4 +1,4 @@
-"""The stages of a normalisation: parts of a volume give what the whole gives."""
+"""The stages of a normalisation: parts of a volume give the same as the whole volume."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ def in_parts(stages, inputs, sizes, exchanges_runs, slope=SLOPE):
     slabs = [channels_last(slab) for slab in x.split(sizes, 2)]
     gradients = [channels_last(slab) for slab in dy.split(sizes, 2)]
     moments = [stages.moments(slab) for slab in slabs]
-    if not exchanges_runs:  # but what they come to
+    if not exchanges_runs:  # slabs exchange merged moments
         moments = [
             stages.merge(part, slab[0, 0].numel(), EPS)[2]
             for part, slab in zip(moments, slabs, strict=True)
@@ -55,7 +55,7 @@ def in_parts(stages, inputs, sizes, exchanges_runs, slope=SLOPE):
 @pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 4, 2)], ids=str)
 def test_parts_give_what_the_whole_gives(stages, given, slope, tolerance, sizes, exchanges_runs):
     inputs = arguments(*given)
-    # Slabs that differ, so that none of their means is the volume's.
+    # The slabs differ, so that no slab's mean is the volume's mean.
     inputs[0][:, :, :2] += 5
     actual = in_parts(stages, inputs, sizes, exchanges_runs, slope)
     assert_near(actual, in_float64(inputs, slope), tolerance)

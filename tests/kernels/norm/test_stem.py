@@ -1,4 +1,4 @@
-"""The first convolution with the normalisation behind it."""
+"""The first convolution of a network, followed by normalisation."""
 
 from contextlib import nullcontext
 
@@ -38,7 +38,7 @@ def joined(image, *parameters):
 
 
 def apart(image, kernel, weight, bias):
-    # The convolution's result is rounded as it is stored.
+    # The convolution's result is rounded when it is stored.
     y = F.conv3d(image.double(), kernel.double(), padding=1)
     y = y + (y.detach().to(image.dtype).double() - y.detach())
     return closed_form(y, weight.double(), bias.double(), EPS, SLOPE)
@@ -64,7 +64,8 @@ def test_of_large_maps_one_is_kept_or_none(recomputes):
 
 
 def test_slabs_of_any_size_gather_the_same_moments(monkeypatch):
-    # With their halos 16 planes have fewer elements, and 8 stand for more.
+    # With halos the slab of 16 planes would be below the limit, but its neighbour of 8 would
+    # estimate a size above it.
     monkeypatch.setattr(volume, "MIN_ELEMENTS", 2**20)
     uneven = divide(24, 2, (1, 2, 4, 8), 4)
     sizes = ([], [])
@@ -92,7 +93,7 @@ def test_what_is_not_kept_is_recomputed_the_same(outputs_of_reader):
             y = conv3x3x3_instance_norm(
                 *(inputs[0], *leaves, EPS, SLOPE), outputs_of_reader=outputs_of_reader
             )
-            loss = conv3x3x3(y, reader).float().square().sum()  # keeps y
+            loss = conv3x3x3(y, reader).float().square().sum()  # saves y
         gradients.append(torch.autograd.grad(loss, [*leaves, reader]))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

@@ -15,7 +15,7 @@ CACHED += (
 
 @pytest.fixture
 def fresh_process(tmp_path, monkeypatch):
-    """A process that has compiled and loaded nothing, and a user's cache folder of its own."""
+    """As a new process: nothing is compiled or loaded, and the cache folder is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(api.SWITCH, raising=False)
     forget()
@@ -30,7 +30,7 @@ def forget():
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """A folder of sources: one.cu and two.cu."""
+    """A folder with two sources: one.cu and two.cu."""
     folder = tmp_path / "sources"
     folder.mkdir()
     for name in ("one", "two"):

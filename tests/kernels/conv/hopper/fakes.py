@@ -1,4 +1,4 @@
-"""Stands for NVRTC and for the driver, where neither is there."""
+"""Fakes of NVRTC and of the driver, for machines without them."""
 
 import ctypes
 import threading
@@ -8,7 +8,7 @@ REFUSED = 801
 
 
 class FakeNvrtc:
-    """Compiles a source to a cubin that says what it was made from."""
+    """Compiles a source to a fake cubin, which says what it was compiled from."""
 
     def __init__(self, version=(13, 0), log=None, together=1):
         self.version = version
@@ -56,7 +56,7 @@ class FakeNvrtc:
 
 
 class FakeDriver:
-    """Two GPUs: contexts are 100 and 101, a function is its module's number and its name."""
+    """Two GPUs with contexts 100 and 101; a function is its module's number and its name."""
 
     def __init__(self):
         self.stack = []
@@ -108,7 +108,7 @@ class FakeDriver:
         return 0
 
     def cuFuncSetAttribute(self, function, attribute, value):
-        assert attribute == 8  # the most bytes of dynamic shared memory
+        assert attribute == 8  # the attribute for the most bytes of dynamic shared memory
         self.shared[function.value] = value
         return 0
 
@@ -121,7 +121,7 @@ class FakeDriver:
         return self._code("cuLaunchKernel")
 
     def cuTensorMapEncodeTiled(self, made, dtype, rank, address, sizes, strides, box, steps, *more):
-        assert self.stack  # as in a new thread, where it says that there is no context
+        assert self.stack  # the stack is empty in a new thread, which has no context
         assert ctypes.addressof(made._obj) % 64 == 0
         plain = (dtype, rank, address.value, list(sizes), list(strides), list(box), list(steps))
         self.maps.append((*plain, more))

@@ -1,6 +1,6 @@
-"""Where hand-written convolutions are used, and that they change nothing; in their plain versions.
+"""Which convolutions use the hand-written kernels, and that results stay the same.
 
-The operations themselves are checked beside them.
+Here the kernels are replaced by their plain versions; other modules test the kernels themselves.
 """
 
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ def everywhere(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the names of the operations that have run, in order."""
+    """Return a list to which operations add their names when they run."""
     names = []
     for name in ("convolve", "input_gradient", "weight_gradient"):
         function = getattr(op, name)
@@ -117,7 +117,7 @@ def test_nothing_is_padded_for_a_reader_that_is_written_by_hand(is_available, mo
 @pytest.mark.parametrize("x_padding", [0, 1])
 @pytest.mark.parametrize("has_room", [False, True])
 def test_values_and_gradients(x_padding, has_room, everywhere, calls):
-    """Of maps with room around Z too, and with neighbours' planes."""
+    """Also for maps with room around Z, and for slabs with their neighbours' planes."""
     values = [tensor(2, 3, 5, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)]
     expected = results(lambda x, w: plain(x, w, x_padding), values)
     dy = tensor(*expected[0].shape, seed=9)
@@ -163,7 +163,7 @@ def test_a_result_goes_on_with_its_moments(everywhere):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_normalisation_takes_them_over(recomputes, everywhere, monkeypatch):
-    """They are passed over where another map is added first."""
+    """The normalisation uses a convolution's moments, except where another map is added first."""
     values = [tensor(2, 3, 6, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)]
     values += [tensor(4, seed=2), tensor(4, seed=3)]
     added = tensor(2, 4, 6, 4, 6, seed=4)
@@ -191,7 +191,7 @@ def test_a_normalisation_takes_them_over(recomputes, everywhere, monkeypatch):
 
 
 def test_moments_in_parts_of_which_some_are_empty():
-    """In numbers whose sum is the mean, however many."""
+    """The mean may be a sum of any number of summands."""
     x = tensor(2, 3, 6, 4, 6) + 5
     moments = torch.zeros(3, 4, 2, 3, dtype=torch.float64)  # the first part is empty
     for at, part in ((1, x[..., :1]), (2, x[..., 1:])):
@@ -205,7 +205,7 @@ def test_moments_in_parts_of_which_some_are_empty():
 
 
 class Chain:
-    """Two convolutions with the normalisation between them, in PyTorch's operations and here."""
+    """Two convolutions and the normalisation between them, in PyTorch and by this package."""
 
     values = [tensor(2, 3, 6, 4, 6), tensor(4, 3, 3, 3, 3, seed=1), tensor(4, seed=2)]
     values += [tensor(4, seed=3), tensor(5, 4, 3, 3, 3, seed=4)]
@@ -219,7 +219,7 @@ class Chain:
         return plain(plain_norm(y, weight, bias), second)
 
     def between(self, x, kernel, weight, bias):
-        """Return what the second convolution reads."""
+        """Return the input of the second convolution."""
         given = weight, bias, EPS, SLOPE
         if not self.adds:
             return conv3x3x3_instance_norm(x, kernel, *given, outputs_of_reader=self.outputs)
@@ -233,7 +233,7 @@ class Chain:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_map_with_one_reader_is_never_normalised(adds, recomputes, everywhere, monkeypatch):
-    """Forward there is no pass but that of a sum, backward none but the gradient itself."""
+    """Separate passes: forward at most one over a sum, backward only the gradient's."""
     monkeypatch.setattr("unet3d.kernels.recompute.MIN_ELEMENTS", 1)
     chain, passes = Chain(adds), []
     for name in ("moments", "normalize", "sums", "gradient"):
@@ -253,7 +253,7 @@ def test_a_map_with_one_reader_is_never_normalised(adds, recomputes, everywhere,
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
-    """What it reads is normalised once more for the gradient of its weight only, while loading."""
+    """Its input is normalised a second time only for the weight's gradient, while it is loaded."""
     monkeypatch.setattr("unet3d.kernels.recompute.MIN_ELEMENTS", 1)
     values = [tensor(2, 4, 6, 4, 6), tensor(4, seed=1), tensor(4, seed=2)]
     values += [tensor(4, 4, 3, 3, 3, seed=n) for n in (3, 5)] + [tensor(2, 4, 6, 4, 6, seed=4)]
@@ -282,7 +282,7 @@ def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
 
 
 def test_moments_of_values_that_were_changed_are_forgotten(everywhere):
-    """As a hook of a module may do."""
+    """A module's hook may change them."""
     x, kernel, weight, bias, _ = Chain.values
     with torch.inference_mode():
         y = conv3x3x3(x, kernel, moments=True)
@@ -294,7 +294,7 @@ def test_moments_of_values_that_were_changed_are_forgotten(everywhere):
 
 @pytest.mark.parametrize("by", ["a hook", "autograd"])
 def test_sums_of_a_gradient_that_was_changed_are_forgotten(by, everywhere):
-    """Autograd adds to a gradient that it alone holds."""
+    """Autograd adds to a gradient in place if nothing else holds it."""
     chain = Chain()
     other = tensor(2, 4, 6, 4, 6, seed=6)
 
@@ -305,7 +305,7 @@ def test_sums_of_a_gradient_that_was_changed_are_forgotten(by, everywhere):
         if by == "a hook":
             made.register_hook(double)
             return convolve(made, second)
-        more = (made * other).sum()  # whose value is another for a map that is not normalised
+        more = (made * other).sum()  # the value differs if the map is not normalised
         return convolve(made, second) + more - more.detach()
 
     def chained(*values):
@@ -328,8 +328,8 @@ def test_what_its_reader_gets_takes_no_memory(everywhere):
         before = set(saved)
         y = conv3x3x3(made, second)
     assert deferred_of(made).slope == SLOPE
-    assert_same([made], [plain(x, kernel)])  # it is what is to be normalised
-    # What the reader keeps is kept anyway, but for its kernel.
+    assert_same([made], [plain(x, kernel)])  # the map before normalisation
+    # Everything but the kernel is kept anyway.
     assert len(saved - before) == 1 and second.untyped_storage().data_ptr() in saved
     seen = []
     made.register_hook(lambda gradient: seen.append(take(gradient, SUMS)))
@@ -344,7 +344,7 @@ def test_without_a_graph_it_is_the_same(everywhere):
 
 
 def test_frozen_parts(everywhere, calls):
-    """Nothing is computed for what needs no gradient, on either side of the normalisation."""
+    """No gradient is computed that is not needed, on either side of the normalisation."""
     chain = Chain()
     for needed in range(5):
         leaves = [value.clone().requires_grad_(i == needed) for i, value in enumerate(chain.values)]
@@ -369,7 +369,7 @@ def test_who_normalises_what_it_loads(everywhere, monkeypatch):
 
 @pytest.mark.parametrize(("planes", "suits"), [(32, True), (31, False)])
 def test_all_slabs_do_as_the_largest(planes, suits, monkeypatch):
-    """Where one normalises what it loads, it gives and takes planes that are not."""
+    """Slabs whose convolutions normalise exchange planes that are not normalised."""
     monkeypatch.setattr(api, "available", lambda device: True)
     with FakeTensorMode(), sharded(SimpleNamespace(of_largest=lambda n: n * planes // 8)):
         x = torch.empty(1, 32, 8, 32, 32, device="cpu:0", dtype=torch.bfloat16)
@@ -377,7 +377,7 @@ def test_all_slabs_do_as_the_largest(planes, suits, monkeypatch):
 
 
 def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
-    """On a GPU, whose operations are followed here."""
+    """On a fake GPU."""
     monkeypatch.setattr(api, "available", lambda device: True)
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         image = torch.empty(1, 1, 32, 32, 64, device="cpu:0")

@@ -1,4 +1,4 @@
-"""Kernels are compiled once for all that they depend on, or anew where nothing can be kept."""
+"""Kernels are compiled once for all of their inputs, or every time if there is no cache."""
 
 import importlib.machinery
 import importlib.util
@@ -29,7 +29,7 @@ def kept(tmp_path):
 
 
 def made_anew(nvrtc, *arguments):
-    """Whether a cubin is compiled, in what may be another process."""
+    """Return whether a cubin is compiled anew, in a process with empty memory."""
     build._version.cache_clear()
     before = len(nvrtc.programs)
     build.cubin(*arguments)

@@ -1,4 +1,4 @@
-"""Kernels are loaded once on each GPU, and used only where all that they need is there."""
+"""Kernels are loaded once on each GPU, and used only where everything that they need exists."""
 
 import ctypes
 import logging
@@ -36,7 +36,7 @@ def kernel(cuda, monkeypatch):
 
 @pytest.fixture
 def hopper(kernel, monkeypatch):
-    """A machine with two Hopper GPUs, whose kernels are checked by one."""
+    """A machine with two Hopper GPUs; ``kernel`` is the variant that checks them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -52,7 +52,7 @@ def test_a_launch_is_on_the_current_stream_of_its_device(kernel, cuda, nvrtc):
     sizes = [132, 1, 1, 384, 1, 1, 200_000]
     first, second = ((100 + i, b"multiply", sizes, 7 + i, [5, 6]) for i in (0, 1))
     assert cuda.launches == [first, second, first]
-    # Each context has a module of its own, and no thread's context is changed.
+    # Each context has its own module, and no thread's context is changed.
     assert [context for context, _ in cuda.modules] == [100, 101]
     assert all(cubin.endswith(b"-DTILES=2") for _, cubin in cuda.modules)
     assert list(cuda.shared.values()) == [200_000, 200_000] and cuda.stack == []
@@ -100,7 +100,7 @@ class Arguments(ctypes.Structure):
 
 @pytest.mark.gpu
 def test_it_runs_in_threads_streams_and_graphs_on_every_gpu(sources):
-    """The threads have no context of CUDA's before."""
+    """New threads have no context of CUDA."""
     (sources / "one.cu").write_text(ADDING)
     kernel = driver.Kernel("add", ["one.cu"], {"TIMES": 2}, 128, 100_000)
     for index in range(torch.cuda.device_count()):
@@ -154,7 +154,7 @@ def test_a_map_is_described_as_it_lies_in_memory(name, cuda):
     assert sizes == [x.shape[axis] for axis in (1, 4, 3, 2, 0)]
     assert all(stride % 16 == 0 and stride > 0 for stride in strides)
     assert box == [32, 10, 18, 1, 1] and steps == [1] * 5 and options == (0, 2, 2, 0)
-    # What the copy engine reads there is the map.
+    # The copy engine reads the map through it.
     last = sum((size - 1) * stride for size, stride in zip(sizes, [2, *strides], strict=True))
     memory = np.frombuffer((ctypes.c_char * (last + 2)).from_address(address), np.int16)
     in_elements = [stride // 2 for stride in (2, *strides)]
@@ -178,12 +178,12 @@ def test_a_hopper_gpu_has_them(hopper, cuda, nvrtc, log):
     assert all(api.available(device) for device in (GPU, SECOND, GPU, FAKE))
     assert [context for context, _ in cuda.modules] == [100, 101] and len(nvrtc.programs) == 1
     assert not log.messages
-    hopper.begin_building.assert_called_with(float16=False)  # the other kernels, in the background
+    hopper.begin_building.assert_called_with(float16=False)  # the other kernels
 
 
 def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypatch, log):
     assert api.available(FAKE)
-    assert not cuda.modules  # which would take memory of a GPU
+    assert not cuda.modules  # loading them would take GPU memory
     assert not hopper.begin_building.called
     api.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -192,7 +192,7 @@ def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypat
 
 
 def test_each_gpu_that_is_not_here_is_taken_for_its_own(hopper, monkeypatch):
-    """Or for the first one, as in a plan for more GPUs."""
+    """A fake device stands for its GPU, or for the first one, as in a plan for more GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     fakes = [torch.device("cpu", index) for index in range(3)]
     assert [api.available(fake) for fake in fakes] == [True, False, True]

@@ -1,7 +1,7 @@
 """The hand-written convolutions on a GPU, against the plain ones in float64.
 
-Those named ``small`` are few and tiny: all that runs in a reasonable time where every access to
-memory is checked, each allocation one of its own::
+Tests named ``small`` are few and tiny, so that they also run in a reasonable time under a memory
+checker, without PyTorch's caching of allocations::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
         python -m pytest -q -p no:cacheprovider -k small tests/kernels/conv/hopper/test_kernels.py
@@ -25,9 +25,9 @@ from unet3d.kernels.norm import op as norm
 pytestmark = pytest.mark.gpu
 
 CHANNELS = [(32, 32), (32, 64), (64, 32), (64, 64)]
-"""Inputs and outputs."""
+"""Numbers of input and output channels."""
 SHAPES = [
-    # samples and size; 140 are more than there are programs
+    # samples and size; 140 samples are more than there are programs
     (1, (16, 16, 16)),
     (1, (1, 5, 3)),
     (2, (37, 45, 51)),
@@ -35,10 +35,10 @@ SHAPES = [
     (140, (3, 4, 5)),
 ]
 SLOPES = [None, 0.01, 1.0]
-"""None: the map is not normalised."""
+"""Slopes of LeakyReLU; None: the map is not normalised."""
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 STORED = [
-    # planes of zeros before and behind X; a map's own memory, with room around Z, or a part of it
+    # type; memory of the map: dense, with room around Z, or planes of a larger one; zeros around X
     (BFLOAT16, "dense", (1, 1)),
     (FLOAT16, "room", (0, 0)),
     (BFLOAT16, "planes", (1, 0)),
@@ -46,7 +46,7 @@ STORED = [
     (BFLOAT16, "room", (1, 1)),
 ]
 ROUNDING = {BFLOAT16: (2.5e-3, 3e-3), FLOAT16: (4e-4, 5e-4)}
-"""Most that a map may differ, by norms: rounded once, or normalised and rounded before too."""
+"""Largest relative error of a map, by norms: rounded once, or also after a normalisation."""
 BYTES_OF_LARGE_MAPS = 40 * 2**30
 
 CALLS = {
@@ -64,8 +64,10 @@ CALLS = {
         of.weight_gradient(v.dy, v.x, *v.affine, *v.halo, slope=v.slope, before=v.before),
     ),
 }
-"""The operations, of the kernels or of the reference, with what each takes; they return tuples.
-Where a map is added it is dy, which has the shape of the result."""
+"""How to call each operation, with ``of`` the kernels or the reference; the results are tuples.
+
+Where a convolution is added to a map, that is a copy of dy, which has the shape of the result.
+"""
 
 
 def added(of, values, y):
@@ -75,13 +77,13 @@ def added(of, values, y):
 
 
 def copied(x):
-    """Return a copy that has room around Z where a map has."""
+    """Return a copy, with room around Z if the map has it."""
     return empty_map(x, pads=has_room(x)).copy_(x)
 
 
 @dataclass(kw_only=True)
 class Values:
-    """What the operations take."""
+    """Arguments of the operations."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -141,7 +143,7 @@ def noise(
 ):
     """Return noise for the operations; a map with too few planes has one of zeros on each side.
 
-    ``beside`` says on which sides a map that is normalised has a plane of a neighbour instead.
+    ``beside`` says on which sides a map that is normalised has a neighbour's plane instead.
     """
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -154,7 +156,7 @@ def noise(
     weight = bias = mean = rstd = None
     if slope is not None:
         weight, bias = random(inputs), random(inputs)
-        exact = 0.5 + random(samples, inputs).double()  # in two numbers, as a normalisation has it
+        exact = 0.5 + random(samples, inputs).double()  # two numbers, as in a normalisation
         mean = torch.stack((exact.float(), (exact - exact.float()).float()), dim=-1)
         rstd = 0.5 + random(samples, inputs).abs()
     halo = [
@@ -182,7 +184,7 @@ def noise(
 
 
 def laid_out(x, layout):
-    """Return a map in memory of which all around it is NaN."""
+    """Return a copy of a map that has NaN around it in memory, if the layout has room there."""
     if layout == "room" and x.shape[-1] > 1:
         made = empty_map(x, pads=True)
         with_padding(made).fill_(math.nan)
@@ -194,7 +196,7 @@ def laid_out(x, layout):
 
 @contextmanager
 def nan_in_new_memory():
-    """Fill all memory that is taken with NaN, so that what a kernel does not write is seen."""
+    """Fill new memory with NaN, to detect elements that a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -213,7 +215,7 @@ def rounding(values):
 
 
 def check_map(y, expected, tolerance):
-    """Compare a map by its norm, and each of its voxels with what all have on average."""
+    """Compare a map by its norm, and check the largest error of a voxel."""
     assert y.shape == expected.shape
     difference = (y.to(expected) - expected).abs()
     error = (difference.norm() / expected.norm()).item()
@@ -223,11 +225,11 @@ def check_map(y, expected, tolerance):
 
 
 def check_moments(moments, name, values):
-    """Compare the moments of all parts, merged, with those in float64."""
+    """Compare the merged moments with moments in float64."""
     exact = values.exactly()
     if values.weight is not None and name != "moments_of_sum":
-        # Values of a low type are few, and each is rounded alike wherever it lies: what is made of
-        # them has another mean.
+        # A 16-bit type has few values, and each is rounded the same way at all voxels, which shifts
+        # the mean: so normalised values are rounded for the reference, too.
         read = activated(exact.x, *exact.affine, values.slope).to(values.x.dtype)
         none = {"weight": None, "bias": None, "mean": None, "rstd": None}
         beside = {
@@ -243,8 +245,8 @@ def check_moments(moments, name, values):
     voxels = math.prod(space)
     assert torch.equal(count, torch.full_like(count, voxels))
     want, want_mean = torch.var_mean(expected, (2, 3, 4), correction=0)
-    # A sum of products in float32 is off by some 1e-6 of its terms, in matrix units to one side; a
-    # value between two of a low type may be rounded the other way.
+    # A float32 sum of products is off by about 1e-6 of its terms, and in matrix units always to one
+    # side; a value between two 16-bit numbers may be rounded to the other one.
     loose = (1e-5 if values.weight is None else 1e-2) / math.sqrt(voxels)
     error = ((mean - want_mean).abs() / want.sqrt()).max().item()
     assert error <= 5e-6 + loose, f"mean off by {error:.2e} of a deviation"
@@ -253,7 +255,7 @@ def check_moments(moments, name, values):
 
 
 def activated(x, weight, bias, mean, rstd, slope):
-    """Return a map normalised by the formula, and then LeakyReLU."""
+    """Return a map normalised by the formula, with LeakyReLU."""
     rows = (*x.shape[:2], 1, 1, 1)
     value = (x - mean.sum(-1).view(rows)) * rstd.view(rows) * weight.view(-1, 1, 1, 1)
     return F.leaky_relu(value + bias.view(-1, 1, 1, 1), slope)
@@ -268,7 +270,7 @@ def merged(moments):
 
 
 def check_sums(sums, expected, dx):
-    """Compare the sums of all parts with those in float64; matrix units round to one side."""
+    """Compare the total sums with sums in float64; matrix units do not round to nearest."""
     assert sums.shape[1:] == expected.shape[1:] and sums.dtype == torch.float32
     terms = dx.abs().sum((2, 3, 4))
     error = ((sums.to(expected).sum(0) - expected.sum(0)).abs() / terms).max().item()
@@ -276,7 +278,7 @@ def check_sums(sums, expected, dx):
 
 
 def check(name, values, device=None):
-    """Compare an operation with the plain one in float64 on a device, or on that of the values."""
+    """Compare an operation with the plain one in float64, on ``device`` or that of the values."""
     made = run(name, values)
     expected = CALLS[name](reference, values.exactly(device))
     result, wanted = made[0], expected[0]
@@ -329,10 +331,10 @@ def test_small_maps(channels, shape, slope, name):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("channels", [(32, 32), (64, 64)], ids=str)
 def test_moments_of_a_large_mean(channels, dtype):
-    """Of 1450 deviations, where the convolution itself is exact."""
+    """The mean is 1450 deviations, and the convolution itself is exact."""
     inputs, outputs = channels
     values = noise(channels, (2, (20, 33, 40)), dtype=dtype)
-    values.kernel.zero_()[:, :, 1, 1, 1] = 1 / inputs  # the voxel alone, so no zeros of the border
+    values.kernel.zero_()[:, :, 1, 1, 1] = 1 / inputs  # no zeros of the border are read
     values.x.copy_(1 + (values.x > 0.5) / 128)
     _, moments = run("moments", values)
     count, variance, mean = merged(moments)
@@ -374,7 +376,7 @@ def test_every_run_has_the_same_bits(name, channels, slope):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_cuda_graph_replays_it_with_other_values(name, channels, slope):
     values, others = (noise(channels, (2, (20, 33, 40)), slope=slope, seed=seed) for seed in (0, 1))
-    CALLS[name](op, values)  # compiled and loaded
+    CALLS[name](op, values)  # compiles and loads the kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -415,7 +417,7 @@ def test_maps_of_a_gpu_that_is_not_the_current_one(name, slope):
     values = noise((32, 64), (2, (20, 33, 40)), slope=slope)
     moved = replace(values, **{key: one.to("cuda:1") for key, one in values.tensors().items()})
     assert torch.cuda.current_device() == 0
-    for _ in range(2):  # by turns
+    for _ in range(2):  # alternate
         first, second = CALLS[name](op, values), run(name, moved)
         assert {one.device for one in second} == {torch.device("cuda:1")}
         assert all(torch.equal(a, b.to(a.device)) for a, b in zip(first, second, strict=True))
@@ -441,7 +443,7 @@ def test_the_operations_are_registered_as_pytorch_wants_it(shape, layout):
     ("samples", "edge", "layout"), [(1, 416, "dense"), (1, 408, "room"), (2, 328, "dense")]
 )
 def test_maps_of_more_than_2_31_elements(samples, edge, layout):
-    """Planes at both ends and in the middle, and all moments and sums."""
+    """Compares planes at both ends and in the middle, and all moments and sums."""
     if torch.cuda.get_device_properties(0).total_memory < BYTES_OF_LARGE_MAPS:
         pytest.skip("needs 40 GiB of memory")
     torch.cuda.empty_cache()
@@ -452,12 +454,12 @@ def test_maps_of_more_than_2_31_elements(samples, edge, layout):
     assert x.numel() > 2**31
 
     def planes(v, start, stop):
-        """Return planes in float64, with zeros where there are none."""
+        """Return planes in float64, with zeros outside of the volume."""
         missing = (0, 0, 0, 0, max(0, -start), max(0, stop - edge))
         return F.pad(v[:, :, max(0, start) : stop].double(), missing)
 
     def parts(*maps):
-        """Yield a plane of each map at a time, in float64."""
+        """Yield planes of the maps, one plane at a time, in float64."""
         for at in range(edge):
             yield [v[:, :, at : at + 1].double() for v in maps]
 
@@ -496,7 +498,7 @@ def test_maps_of_more_than_2_31_elements(samples, edge, layout):
         dx, sums = op.input_gradient(dy, kernel, x, *affine, slope=0.01, before=1, after=1)
     for start in (0, middle, edge - 2):
         given = planes(dy, start - 1, start + 3)
-        inside = {"slope": 1.0, "before": 2, "after": 2}  # its gradient has none then
+        inside = {"slope": 1.0, "before": 2, "after": 2}  # so that the reference pads no planes
         expected, _ = reference.input_gradient(given, kernel.double(), None, *[None] * 4, **inside)
         check_map(dx[:, :, start : start + 2], expected, ROUNDING[BFLOAT16][0])
     weight, bias, mean, rstd = (value.double() for value in affine)
@@ -510,7 +512,7 @@ def test_maps_of_more_than_2_31_elements(samples, edge, layout):
 
 
 def large_map(samples, channels, edge, layout):
-    """Return noise in a map, made where it stays."""
+    """Return noise in a map, made on the GPU."""
     room = layout == "room"
     shape = (samples, edge, edge, edge + 2 * room, channels)
     whole = torch.randn(shape, dtype=BFLOAT16, device="cuda")

@@ -1,4 +1,4 @@
-"""What the hand-written convolutions return on a GPU that is not there."""
+"""Fake results of the hand-written convolutions, for a GPU that does not exist."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_fake_gpus_return_maps_and_parts(sides, pads):
     assert (y.shape, dx.shape) == ((2, 64, 6 + sum(sides), 6, 5), x.shape)
     assert {y.dtype, dx.dtype} == {torch.bfloat16}
     assert all(one.is_contiguous(memory_format=torch.channels_last_3d) for one in (y, dx))
-    # A part for each of eight warps of a program, of which each makes a plane here.
+    # One part for each of a program's eight warps; each program makes one plane here.
     planes = 6 + sum(sides)
     assert (moments.shape, sums.shape) == ((2 * planes * 8, 4, 2, 64), (2 * 8 * 8, 2, 2, 32))
     assert (len(no_moments), len(no_sums)) == (0, 0)

@@ -11,7 +11,7 @@ from unet3d.kernels.conv.hopper import reference
 NO_HALO = (None,) * 2
 CHANNELS = [(3, 5), (4, 2)]
 SIDES = [(1, 1), (0, 0), (0, 2), (2, 0)]
-"""Planes of zeros before and behind X."""
+"""Planes of zeros before and behind X, which are padded."""
 
 
 def maps(channels, sides):
@@ -23,14 +23,14 @@ def maps(channels, sides):
 
 
 def affine_for(x):
-    """Return any affine: those of a volume of which x is a slab are not its own statistics."""
+    """Return any affine: a slab's statistics are those of its volume, not its own."""
     n, c = x.shape[:2]
     rstd = 0.5 + tensor(n, c, seed=5).abs()
     return tensor(c, seed=3), tensor(c, seed=4), tensor(n, c, 2, seed=6), rstd
 
 
 def normalized(x, weight, bias, mean, rstd, slope):
-    """Return a normalised map by the formula; weight and bias may be those of each sample."""
+    """Return a normalised map by the formula; weight and bias may differ between samples."""
     rows = (-1, x.shape[1], 1, 1, 1)
     y = (x - mean.sum(-1).view(rows)) * rstd.view(rows) * weight.view(rows) + bias.view(rows)
     return F.leaky_relu(y, slope)
@@ -45,7 +45,7 @@ def test_operations_are_those_of_a_normalised_map(channels, sides, slope):
     x, kernel, dy = maps(channels, sides)
     weight, bias, *statistics = affine = affine_for(x)
     sides = dict(zip(("before", "after"), sides, strict=True))
-    # Each sample has an affine of its own, so that its gradients are the sums of that sample.
+    # Each sample has its own affine, so that gradients are sums over the sample.
     leaves = [one.expand(2, -1).clone().requires_grad_() for one in (weight, bias)]
     z = normalized(x, *leaves, *statistics, slope)
     z.retain_grad()
@@ -82,7 +82,7 @@ def test_slabs_with_planes_of_their_neighbours_are_parts_of_a_map(ends):
     y, _ = reference.convolve(x, kernel, *affine, *halo, **given)
     expected, _ = reference.convolve(whole, kernel, *affine, *NO_HALO, **given)
     assert_same([y], [expected[:, :, slab]])
-    # The gradient of a part of the result has nothing to do with the rest of the map.
+    # The result's gradient is 0 outside of a part, so only the map near that part counts.
     dy, around = dy[:, :, slab], torch.zeros_like(dy)
     around[:, :, slab] = dy
     dweight = reference.weight_gradient(dy, x, *affine, *halo, **options)
