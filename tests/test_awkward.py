@@ -17,20 +17,20 @@ from unet3d.images.files import volume_stem
 # What a network with one channel cannot segment, and words of the reason. All else it can.
 CHANNELS = "but the network was trained on 1 (channel 0)"
 REFUSED = {
-    "natural/sct_mt_mtr.nii.gz": "633 voxels of 8000 that are NaN or infinite",
-    "natural/sct_dmri_dmri.nii.gz": f"7 channel(s) {CHANNELS}",
-    "natural/sct_fmri_fmri_tsnr.nii.gz": "408 voxels of 27744 that are NaN or infinite",
-    "natural/sct_fmri_fmri_r.nii.gz": f"30 channel(s) {CHANNELS}",
-    "natural/sct_qmri_venc.nii.gz": f"3 channel(s) {CHANNELS}",
+    "natural/sct_mt_mtr.nii.gz": "633 of 8000 voxels that are NaN or infinite",
+    "natural/sct_dmri_dmri.nii.gz": f"7 channels, {CHANNELS}",
+    "natural/sct_fmri_fmri_tsnr.nii.gz": "408 of 27744 voxels that are NaN or infinite",
+    "natural/sct_fmri_fmri_r.nii.gz": f"30 channels, {CHANNELS}",
+    "natural/sct_qmri_venc.nii.gz": f"3 channels, {CHANNELS}",
     "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
-    "natural/nib_functional.nii": f"20 channel(s) {CHANNELS}",
-    "natural/nib_resampled_anat_moved.nii": "153 voxels of 1071 that are NaN or infinite",
-    "natural/nib_example4d.nii.gz": f"2 channel(s) {CHANNELS}",
-    "natural/nib_example_nifti2.nii.gz": f"2 channel(s) {CHANNELS}",
-    "natural/nib_test.mgz": f"2 channel(s) {CHANNELS}",
+    "natural/nib_functional.nii": f"20 channels, {CHANNELS}",
+    "natural/nib_resampled_anat_moved.nii": "153 of 1071 voxels that are NaN or infinite",
+    "natural/nib_example4d.nii.gz": f"2 channels, {CHANNELS}",
+    "natural/nib_example_nifti2.nii.gz": f"2 channels, {CHANNELS}",
+    "natural/nib_test.mgz": f"2 channels, {CHANNELS}",
     "derived/analyze_image.hdr": "convert Analyze 7.5, which has no orientation, to NIfTI",
-    "derived/nan_inf_image.nii.gz": "5356 voxels of 62475 that are NaN or infinite",
-    "derived/twochannel_image.nii.gz": f"2 channel(s) {CHANNELS}",
+    "derived/nan_inf_image.nii.gz": "5356 of 62475 voxels that are NaN or infinite",
+    "derived/twochannel_image.nii.gz": f"2 channels, {CHANNELS}",
     "derived/truncated_image.nii.gz": "Compressed file ended before",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
@@ -123,9 +123,9 @@ CASES = {
     "short": ("ref_image.nii.gz", "wrongshape_label.nii.gz", "shapes 35x51x35 and 35x51x34"),
     "empty": ("ref_image.nii.gz", "empty_label.nii.gz", "is empty: every voxel is background"),
     "constant": ("constant_image.nii.gz", "ref_label.nii.gz", "in every voxel of channel 0"),
-    "grey": ("ref_image.nii.gz", "label_0_255.nii.gz", "holds the value(s) 127, 255"),
+    "grey": ("ref_image.nii.gz", "label_0_255.nii.gz", "does not name: 127, 255"),
     "nan": ("nan_inf_image.nii.gz", "ref_label.nii.gz", "NaN or infinite"),
-    "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channel(s)"),
+    "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channels"),
     "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "Compressed file ended before"),
     "unzipped": ("notgz_image.nii.gz", "ref_label.nii.gz", None),
     "nothing": ("empty_file.nii.gz", "ref_label.nii.gz", "is empty (0 bytes)"),
@@ -159,7 +159,7 @@ def test_check_finds_every_fault(broken, tmp_path, capsys):
     captured = capsys.readouterr()
     num_errors = sum(words is not None for *_, words in CASES.values()) - len(WARNINGS)
     assert error_line(captured.err) == (
-        f"Error: {broken}: {len(CASES)} cases, {num_errors} error(s), {len(WARNINGS)} warning(s); "
+        f"Error: {broken}: {len(CASES)} cases, {num_errors} errors, {len(WARNINGS)} warnings; "
         "fix the errors before training"
     )
     findings = json.loads((tmp_path / "findings.json").read_text())["findings"]
@@ -179,5 +179,5 @@ def test_training_stops_at_what_headers_tell(broken, tmp_path, capsys):
     cache = f"data.cache={tmp_path / 'cache'}"
     assert run("train", broken, "--output", output, "--devices", "cpu", "--set", cache) == 1
     line = error_line(capsys.readouterr().err)
-    assert f"has {len(BEFORE_VOXELS)} fault(s), which unet3d check lists: " in line
+    assert f"has {len(BEFORE_VOXELS)} faults; unet3d check lists all: " in line
     assert sum(f" {case}: " in line for case in BEFORE_VOXELS) == 5

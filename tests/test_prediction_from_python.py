@@ -127,7 +127,7 @@ def test_several_networks_and_devices_and_threads_do_as_the_command(checkpoint, 
     [
         (np.zeros((4, 4, 4), complex), TURNED, "the image holds complex voxels"),
         (np.zeros((4, 4)), TURNED, "the image has 2 axes"),
-        (np.zeros((4, 4, 4, 2)), TURNED, "the image has 2 channel(s)"),
+        (np.zeros((4, 4, 4, 2)), TURNED, "the image has 2 channels"),
         (np.full((4, 4, 4), np.nan), TURNED, "the image has"),
         (np.zeros((4, 4, 4)), TURNED[:3], "the affine of the image is invalid"),
         (np.zeros((4, 4, 4)), "no numbers", "the affine of the image is invalid"),

@@ -69,6 +69,12 @@ def reason_of(error: OSError) -> str:
     return " ".join(str(error.strerror or error).split()) or type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural, such as ``1 case``."""
+    plural = f"{noun}es" if noun.endswith("tch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def some(names: Sequence[object], most: int = 8) -> str:
     """Return names or values as messages list them: the first few, and how many more there are."""
     text = ", ".join(map(str, names[:most]))

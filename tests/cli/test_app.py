@@ -162,7 +162,7 @@ def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
 def test_more_stages_than_blocks_are_refused(scan, predicting, capsys):
     stages = ("--parallel", "model", "--devices", ",".join(["cpu"] * 60))
     line = refusal(capsys, *predicting, scan, *stages)
-    assert "60 devices for a network of 7 blocks; name at most 7 devices" in line
+    assert "60 devices are more than the 7 blocks of the network; name at most 7 devices" in line
 
 
 def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, capsys):

@@ -51,7 +51,7 @@ def test_options_of_settings_name_settings():
         (("train", "--fold", "all"), "--fold is 'all'; give a whole number"),
         (("train", "--parallel", "tensor"), "--parallel is 'tensor'; give auto, none, data"),
         (("train", "--set", "training.epochs=0"), "training.epochs is 0"),
-        (("plan", "--shape", "8,8"), "--shape is 8,8; give auto, whole or three"),
+        (("plan", "--shape", "8,8"), "--shape is 8,8; give auto, whole, or three"),
         (("predict", "a.nii", "--overlap", "nan"), "--overlap is 'nan'"),
     ],
 )

@@ -31,7 +31,7 @@ ERRORS = [
     ("train data --devices 97", "device '97' does not exist; this machine has cpu and no CUDA"),
     ("train data --devices gpu0", "device 'gpu0' is unknown; write 0, cuda:0 or cpu"),
     ("train nowhere --resume", "no run to resume in runs that was made with "),
-    ("train data --parallel model --devices cpu", "needs a device for each of two stages"),
+    ("train data --parallel model --devices cpu", "needs two devices or more, one for each stage"),
     ("train data --replicas 2 --devices cpu", "--replicas is 2, but there is one device, cpu"),
     ("train data --set data.labels=[heart]", "data.labels names heart, which is not"),
     ("train data --folds all --fold 1", "--fold is given for a run over several folds; leave"),

@@ -17,7 +17,7 @@ def test_check_of_a_sound_data_set(monkeypatch, capsys):
     monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
     assert run("check", "data", "--json", "findings.json") == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1] == "3 cases, 0 error(s), 0 warning(s)" and not captured.err
+    assert captured.out.splitlines()[-1] == "3 cases, 0 errors, 0 warnings" and not captured.err
     assert json.loads(Path("findings.json").read_text())["findings"] == []
     assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
 
@@ -25,7 +25,7 @@ def test_check_of_a_sound_data_set(monkeypatch, capsys):
 def test_check_finds_what_training_would_refuse_of_the_cases(capsys):
     write_msd(Path("one"), num_cases=1)
     line = refusal(capsys, "check", "one", "--json", "findings.json")
-    assert line == "Error: one: 1 cases, 1 error(s), 0 warning(s); fix the errors before training"
+    assert line == "Error: one: 1 case, 1 error, 0 warnings; fix the errors before training"
     (finding,) = json.loads(Path("findings.json").read_text())["findings"]
     assert finding["case"] == "one" and "it needs two, one to train on and" in finding["message"]
     assert finding["message"] in refusal(capsys, "train", "one", "--devices", "cpu")

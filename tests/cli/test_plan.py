@@ -177,7 +177,7 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
     note = "patches.size 15x16x16 is rounded up to 16x16x16, multiples of 2x2x2"
     assert note in shown[0]
     first, planned, link = json.loads(Path("plan.json").read_text())["notes"]
-    assert note in first and link == "link: not measured, NVLink is assumed."
+    assert note in first and link == "link between the GPUs: not measured, NVLink is assumed."
     assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "voxels\n" not in before_first
@@ -195,7 +195,7 @@ def test_a_terminal_shows_what_is_being_done(monkeypatch, capsys):
     assert run("plan", *SMALL, "--devices", "0") == 0
     err = capsys.readouterr().err
     assert "predicting the memory of" in err
-    assert "searching for the largest volume with model, 1 micro-batch(es)" in err
+    assert "searching for the largest volume: model, 1" in err
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     assert re.fullmatch(r"runs/mine -> runs/mine/report\.html \(\d+\.\d MB\)\n", out)
     page = Path("runs/mine/report.html").read_text()
     assert 'class="notes"' not in page and 'class="missing"' not in page
-    for word in ("ventricles", "segmented", "predicted", "worst case", "Finished after 1 epochs"):
+    for word in ("ventricles", "segmented", "predicted", "worst case", "Finished after 1 epoch,"):
         assert word in page, word
     assert run("report", "a scan_seg.nii.gz", "--image", scan) == 0
     page = Path("a scan_seg.html").read_text()

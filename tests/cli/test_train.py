@@ -156,7 +156,7 @@ def test_the_last_lines_are_the_dice_and_what_to_do_next(own_run, capsys):
     (own_run / "summary.json").write_text(json.dumps(summary))
     assert run("train", "--resume", "--output", "run") == 0  # the run is finished
     title, _, _, *lines = capsys.readouterr().out.splitlines()
-    assert title == "Dice of 1 validation case(s), segmented as predict does"
+    assert title == "Dice of 1 validation case, as from unet3d predict"
     assert [line.split("  ")[0] for line in lines if line.strip()] == [
         *("left", "right one", "mean"),
         "The run: run",
@@ -238,7 +238,7 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, caps
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2)
     assert "no run to resume in runs that was made with " in line and "--output" in line
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2, "--output", "runs/a")
-    assert "3 case(s) with other contents (case_0, case_1, case_2)" in line
+    assert "3 cases with other contents (case_0, case_1, case_2)" in line
     assert contents(Path("runs")) == before
     again = ("train", data, "--resume", "--epochs", 2, "--output", "runs/a")
     assert run(*again, "--quiet") == 0  # the same data in another folder
@@ -246,7 +246,7 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, caps
     capsys.readouterr()
     assert run("train", data, "--resume") == 0  # the run is finished
     shown = capsys.readouterr()
-    assert "Dice of 1 validation case(s)" in shown.out and "runs/a" in shown.out
+    assert "Dice of 1 validation case" in shown.out and "runs/a" in shown.out
 
 
 def test_an_output_folder_with_other_files_is_left_alone(data, capsys):

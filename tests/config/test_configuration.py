@@ -70,18 +70,18 @@ def test_with_values_replaces_some_and_checks_all():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("patches.size=1,2", "patches.size is 1,2; give auto, whole or three whole numbers abo"),
+        ("patches.size=1,2", "patches.size is 1,2; give auto, whole, or three whole numbers abo"),
         ("data.labels={}", "data.labels is {}; give a mapping of names to lists, a list of whole"),
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),
         ("training.weight_decay=-1", "weight_decay is -1; give a number of at least 0 and at most"),
         ("training.learning_rate=.nan", "training.learning_rate is nan; give a number above 0"),
         ("model.norm=layer", "model.norm is 'layer'; give instance, group or batch"),
-        ("model.channels=[32]", "model.channels names 1 level(s); give 2 to 8"),
+        ("model.channels=[32]", "model.channels names 1 level; give 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         (
             "patches.augmentation_details.mirror_axes=x,w",
-            "augmentation_details.mirror_axes is x,w; give auto or a list of x, y or z",
+            "augmentation_details.mirror_axes is x,w; give auto, or a list of x, y or z",
         ),
         (
             "patches.augmentation_details.gamma_probability=2",

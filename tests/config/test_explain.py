@@ -53,7 +53,7 @@ def test_values_of_a_file_and_of_options_come_back(tmp_path):
     path.write_text(text)
     config = load_config(path)
     assert config == load_config(None, ["training.epochs=7", *AWKWARD])
-    allowed = "a whole number above 0 and at most 1,000,000 or auto"
+    allowed = "a whole number above 0 and at most 1,000,000, or auto"
     assert f"# Allowed: {allowed}. Default: auto.\n  epochs: 7\n" in text
     # For epochs and all awkward settings but the cache, whose value is the default's. A line may
     # break before "Default:".

@@ -77,13 +77,13 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     assert intensities.startswith("MRI ") and brain == "brain 0.007 mL"
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == [
-        "data: 8 cases, 1 channel(s), 3 label(s)",
+        "data: 8 cases, 1 channel, 3 labels",
         "  shape       24x20x18 (median), 24x20x6 to 24x20x18 voxels",
         "  spacing     1x1x2 (median), 1x1x2 to 1x1x7 mm",
     ]
     assert printed[5].startswith("  ventricles  in 7 of 8 cases, ")
     assert printed[-2] == f"  outliers    {names[5]} ({'; '.join(outlier['why'])})"
-    assert printed[-1] == "8 cases, 0 error(s), 0 warning(s)"
+    assert printed[-1] == "8 cases, 0 errors, 0 warnings"
 
 
 def test_regions_channels_and_what_cannot_be_read(tmp_path):

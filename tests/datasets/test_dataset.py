@@ -236,7 +236,7 @@ def test_drawn_folds_validate_every_case_once(tmp_path, caplog):
     dataset = load_dataset(write_msd(tmp_path, num_cases=3))
     train, validation = fold_cases(dataset, 2, 5, seed=0)
     assert (len(train), len(validation)) == (2, 1)
-    assert "only 3 cases, so 3 folds, not 5" in caplog.text
+    assert "only 3 cases, so 3 folds instead of 5" in caplog.text
     lonely = load_dataset(write_msd(tmp_path, num_cases=1))
     with pytest.raises(DatasetError, match="it needs two, one to"):
         fold_cases(lonely, 0, 5, seed=0)

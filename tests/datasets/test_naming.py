@@ -88,7 +88,7 @@ def test_chosen_labels_are_classes_and_the_others_background(
     found = prepared(chosen, array)
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected)
-    with pytest.raises(Exception, match="holds the value.s. 4, which"):
+    with pytest.raises(Exception, match="does not name: 4 "):
         prepared(chosen, np.where(np.arange(8 * 9 * 7).reshape(9, 8, 7) == 5, 4, array))
 
 

@@ -70,6 +70,6 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
 def test_rules_in_words():
     names = {1: "left", 2: "right", 5: "lesion"}
     assert rules_in_words([(1, 2, 5), (5,)], names) == (
-        "only the largest component is kept of all labels together, lesion"
+        "only the largest component is kept of all labels together, of lesion"
     )
     assert rules_in_words([(1, 2)], names) == "only the largest component is kept of left and right"

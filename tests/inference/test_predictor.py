@@ -151,7 +151,7 @@ def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, cap
     checkpoint = random_checkpoint(postprocessing=rules)
     np.testing.assert_array_equal(place(checkpoint).segment(image), expected)
     (line,) = [message for message in caplog.messages if "post-processing" in message]
-    assert line.endswith("the largest component is kept of all labels together, label 2")
+    assert line.endswith("the largest component is kept of all labels together, of label 2")
     off = place(checkpoint, inference=InferenceSettings(postprocessing=False))
     np.testing.assert_array_equal(off.segment(image), usual)
     other = random_checkpoint(postprocessing=((1,), (2,)))
@@ -259,7 +259,7 @@ def test_a_gpu_gives_nearly_the_same_labels(checkpoint, predictor, tmp_path, dev
 
 def test_channels_that_do_not_suit_the_network_are_refused(predictor, tmp_path):
     two = volume_of(noise((6, 7, 8, 2)), tmp_path)
-    with pytest.raises(VolumeError, match=r"volume.nii has 2 channel\(s\) but .* on 1 \(channel 0"):
+    with pytest.raises(VolumeError, match=r"volume.nii has 2 channels, but .* on 1 \(channel 0"):
         predictor.segment(two)
     one = volume_of(noise((6, 7, 8)), tmp_path)
     with pytest.raises(VolumeError, match="has 1 channel.* trained on 2 .*case_0000, case_0001"):

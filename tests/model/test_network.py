@@ -234,7 +234,7 @@ def test_shared_parameters_other_shapes_too_many_stages_and_losses_of_samples_ar
     for shape in ((1, 3, 8, 8, 8), (2, 8, 8, 8)):
         with pytest.raises(VolumeError, match=r"samples of shape \(2, 8, 8, 8\)"):
             executor.predict(torch.zeros(shape))
-    with pytest.raises(DeviceError, match="3 devices for a network of 2 blocks"):
+    with pytest.raises(DeviceError, match="3 devices are more than the 2 blocks"):
         parallelize(network, Layout(devices=(CPU,) * 3))
     # One value per sample.
     with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):

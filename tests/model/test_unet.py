@@ -122,7 +122,7 @@ def test_images_that_do_not_suit_are_refused_in_one_line():
         ((16, 15, 8), 2, "16x15x8 voxels does not divide by the network's strides 8x8x4"),
         ((16, 16, 6), 2, "16x16x6 voxels does not divide"),
         ((8, 8, 4), 2, "8x8x4 voxels is one voxel at the network's lowest level"),
-        ((16, 16, 8), 1, "the image has 1 channels but the network was built for 2"),
+        ((16, 16, 8), 1, "the image has 1 channel, but the network was built for 2"),
     ]:
         with pytest.raises(VolumeError, match=message) as caught:
             model(torch.zeros(1, channels, *size))

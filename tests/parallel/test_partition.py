@@ -56,7 +56,7 @@ def test_more_stages_than_blocks_are_refused():
     model = make_model()
     num_blocks = len(model.blocks())
     assert len(default_cuts(model, on(num_blocks))) == num_blocks - 1
-    with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices for a network of .* blocks"):
+    with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices are more than the .* blocks"):
         parallelize(model, Layout(devices=(CPU,) * (num_blocks + 1)))
 
 

@@ -71,7 +71,8 @@ def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is():
         "device '0' does not exist; this machine has cpu and no CUDA GPU"
     )
     assert refusal(2, None, mode="none", devices="0,1") == (
-        "devices 0,1 but parallel mode none uses one; use --parallel auto, or name one device"
+        "there are the devices 0,1, but parallel mode none uses one; use --parallel auto, or name "
+        "one device"
     )
     # One GPU is too few to guess a second.
     message = refusal(1, None, mode="model")
@@ -119,32 +120,40 @@ def test_a_rank_drives_its_share_of_the_machine(num_gpus, settings, ranks, devic
 
 
 UNSUITABLE_DEVICES = [
-    ("mode=model devices=0", None, "each of two stages or more, got 0; name two (one device may"),
-    ("mode=model replicas=2 devices=0,1,2", None, "do not divide by 2 replicas"),
-    ("mode=model replicas=2 devices=0,1", None, "give each of 2 replicas one, but"),
+    ("mode=model devices=0", None, "one for each stage, not 0; name two (one device may"),
+    ("mode=model replicas=2 devices=0,1,2", None, "divided equally among 2 replicas"),
+    ("mode=model replicas=2 devices=0,1", None, "give each of 2 replicas one device"),
     ("mode=model replicas=2 devices=0,1,0,1", None, "put two replicas on one GPU"),
     ("mode=data devices=0,cpu", None, "cuda:0 and cpu cannot exchange gradients"),
     # Ranks without devices of their own.
     ("mode=data", rank_of(0, 5, 0, 5), "'4' does not exist"),
-    ("mode=data devices=0,1,2", rank_of(0, 2, 0, 2), "do not divide by 2 ranks of this machine"),
-    ("mode=data devices=0,1", rank_of(0, 2, 0, 1), "needs one"),
+    (
+        "mode=data devices=0,1,2",
+        rank_of(0, 2, 0, 2),
+        "divided equally among 2 ranks of this machine",
+    ),
+    ("mode=data devices=0,1", rank_of(0, 2, 0, 1), "needs exactly one"),
     ("mode=model devices=0,1", rank_of(0, 2, 0, 2), "at least two"),
     # nn.DataParallel takes different GPUs.
-    (f"{THREADS} devices=0,cpu", None, "to GPUs, each named once, not to cuda:0,cpu"),
-    (f"{THREADS} devices=0,0", None, "to GPUs, each named once, not to cuda:0,cuda:0"),
+    (f"{THREADS} devices=0,cpu", None, "needs GPUs, each named once, not cuda:0,cpu"),
+    (f"{THREADS} devices=0,0", None, "needs GPUs, each named once, not cuda:0,cuda:0"),
     ("mode=data data_parallel=2 devices=0,1", None, "data_parallel is cuda:2, which is none of"),
     # Devices that cannot share a volume.
-    ("mode=spatial devices=0", None, "each of two slabs or more, got 0; name two (cpu may be"),
+    ("mode=spatial devices=0", None, "one for each slab, not 0; name two (cpu may be"),
     ("mode=spatial devices=0,0", None, "put two slabs on one GPU, which NCCL refuses"),
     ("mode=spatial devices=0,cpu", None, "cuda:0,cpu are of different kinds, which cannot share"),
-    ("mode=spatial devices=0,1 replicas=2", None, "one, but parallel mode spatial needs"),
-    ("mode=spatial devices=0,1,2,3", rank_of(0, 2, 0, 2), "needs one"),
+    ("mode=spatial devices=0,1 replicas=2", None, "one device, but parallel mode spatial needs"),
+    ("mode=spatial devices=0,1,2,3", rank_of(0, 2, 0, 2), "needs exactly one"),
 ]
 CONTRADICTIONS = [
     ("replicas=2", None, "parallel.replicas is 2, but there is one device, 0;"),
     ("mode=model replicas=3", rank_of(0, 2, 0, 2), "2 ranks were started"),
     (THREADS, rank_of(0, 2, 0, 2), "leave it out under torchrun"),
-    ("mode=spatial replicas=2", rank_of(0, 3, 0, 3), "replicas is 2 but 3 ranks were started"),
+    (
+        "mode=spatial replicas=2",
+        rank_of(0, 3, 0, 3),
+        "3 ranks were started, which cannot be divided into 2 groups",
+    ),
     ("mode=spatial replicas=2", rank_of(0, 2, 0, 2), "start 4 ranks or a multiple"),
 ]
 

@@ -86,7 +86,7 @@ def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
 
 def test_one_line_says_what_was_taken():
     _, line = suited(None, ("training.epochs=3",), 0)
-    assert line == "6 setting(s) suit a CPU, such as model.base_channels=8 instead of 32"
+    assert line == "6 settings chosen to suit a CPU, such as model.base_channels=8 instead of 32"
     everything = tuple(f"{key}={value}" for key, value in VALUES.items())
     assert suited(None, everything, 0)[1] is suited(None, (), 1)[1] is None
 

@@ -45,8 +45,8 @@ def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(tmp_path, caplog
     ("overrides", "num_stages", "num_shards", "reason"),
     [
         (("parallel.cuts=3,4", "parallel.mode=model"), 2, 1, r"cuts \[3, 4\] do not divide"),
-        (("parallel.cuts=3", "parallel.mode=model"), 1, 1, "over 1 device.s.; leave them out"),
-        ((), 99, 1, "99 devices for a network of"),
+        (("parallel.cuts=3", "parallel.mode=model"), 1, 1, "over 1 device; leave them out"),
+        ((), 99, 1, "99 devices are more than the"),
         (("patches.size=16,16,16", "model.num_levels=5"), 1, 1, "5 levels but a patch of 16x16x16"),
         (("patches.size=16,16,16",), 1, 17, "16x16x16 voxels has 16 planes .* use at most 16"),
         (("patches.size=32,32,32", "inference.window=6,9,9"), 1, 9, "use at most 4$"),
@@ -151,14 +151,14 @@ def test_findings_are_warned_of_and_errors_stop(caplog):
     report_findings(warnings)
     messages = [record.message for record in caplog.records]
     assert messages[:5] == [f"w{number}: looks odd" for number in range(5)]
-    assert messages[5:] == ["2 more warnings; unet3d check lists them"]
+    assert messages[5:] == ["and 2 more warnings; unet3d check lists all"]
     errors = [
         Finding(case=f"e{number}", severity="error", message="is broken") for number in range(3)
     ]
     with pytest.raises(DatasetError) as caught:
         report_findings([*warnings, *errors], shown=2)
     assert str(caught.value) == (
-        "the data set has 3 fault(s), which unet3d check lists: "
+        "the data set has 3 faults; unet3d check lists all: "
         "e0: is broken; e1: is broken; and 1 more"
     )
 

@@ -26,7 +26,7 @@ def test_nothing_is_measured_where_there_is_no_link_and_nothing_started_without_
     assert measure_link(GPUS[:2]) == math.inf  # one of them is not here
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert measure_link(GPUS, are_here=False) == math.inf
-    assert link_line(math.inf) == "link: not measured, NVLink is assumed"
+    assert link_line(math.inf) == "link between the GPUs: not measured, NVLink is assumed"
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -75,7 +75,7 @@ def test_a_mode_that_does_not_suit_the_devices_is_refused():
     dims = placed(config.parallel, "spatial", GPUS[:6], 3)
     assert (dims.num_replicas, dims.num_shards) == (3, 2)
     assert dims.replicas == (GPUS[:2], GPUS[2:4], GPUS[4:6])
-    with pytest.raises(DeviceError, match="do not divide by 4"):
+    with pytest.raises(DeviceError, match="divided equally among 4"):
         placed(config.parallel, "spatial", GPUS[:6], 4)
 
 

@@ -108,16 +108,16 @@ def test_what_does_not_fit_is_not_taken(tmp_path, monkeypatch):
     loads["spatial", 1] = 1.02
     found, line = chosen(tmp_path, *changes)
     assert placed(found) == ("data", 1, 4)
-    assert line.endswith(", which is too much, but the least of all")
+    assert line.endswith("; no placement fits, this one comes closest")
 
 
 def test_memory_decides_what_fits(gpus, tmp_path):
     changes = (FOUR, LARGE, "training.batch_size=1")
     assert placed(chosen(tmp_path, *changes)[0]) == ("spatial", 1, 4)
     gpus["gib"] = 3.0
-    assert "which is too much" in chosen(tmp_path, *changes)[1]
+    assert "no placement fits" in chosen(tmp_path, *changes)[1]
     gpus["gib"] = 4.0
-    assert "which is too much" not in chosen(tmp_path, *changes)[1]
+    assert "no placement fits" not in chosen(tmp_path, *changes)[1]
 
 
 @pytest.mark.usefixtures("gpus")
@@ -174,7 +174,7 @@ def test_processes_on_one_cpu_are_no_gain(tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(DeviceError, match="device '9' does not exist"):
         chosen(tmp_path, "parallel.devices=0,9")
-    with pytest.raises(DeviceError, match="do not divide by 2"):
+    with pytest.raises(DeviceError, match="divided equally among 2"):
         chosen(tmp_path, "parallel.devices=0,1,2", "parallel.replicas=2")
 
 

@@ -143,7 +143,7 @@ def test_auto_is_chosen_and_starred(capsys, tmp_path):
     peak = asked["slots"][0]["predicted"]["peak_bytes"] / 1024**3
     assert record["choice"] == (
         f"parallel: spatial over 4 GPUs: predicted {1000 * asked['step_seconds']:.0f} ms a "
-        f"step against {1000 * one['step_seconds']:.0f} on one; {peak:.1f} GiB each"
+        f"step against {1000 * one['step_seconds']:.0f} on one device; {peak:.1f} GiB each"
     )
     assert record["choice"] in out.splitlines()
     assert "spatial, 1*" in out
@@ -169,7 +169,7 @@ def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_pa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     small = ("--shape", "32,32,16", "--batch-size", "1")
     record, out = plan(capsys, tmp_path, *small, *TINY)
-    assert "This machine has no GPU, so this is about its CPU" in " ".join(out.split())
+    assert "This machine has no GPU, so the plan is for its CPU" in " ".join(out.split())
     assert "--parallel model --devices cpu,cpu" in out
     for way in record["ways"]:
         x, y, z = way["largest_shape"]

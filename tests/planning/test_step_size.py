@@ -117,10 +117,16 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     [
         # 5 % of 100 cases, each as large as a patch.
         (100, (), 1, 5, "limited by 5% of the data's voxels"),
-        (10, (), 1, 2, "the least"),
-        (100_000, (), 1, 32, "the most that is planned"),
-        (10, ("training.micro_batches=3",), 1, 3, "the least"),
-        (100, ("training.micro_batches=2",), 4, 8, "a patch for each device's micro-batches"),
+        (10, (), 1, 2, "the smallest"),
+        (100_000, (), 1, 32, "the largest that is planned"),
+        (10, ("training.micro_batches=3",), 1, 3, "the smallest"),
+        (
+            100,
+            ("training.micro_batches=2",),
+            4,
+            8,
+            "a patch for each micro-batch of each replica",
+        ),
     ],
 )
 def test_a_batch_is_limited_by_the_data_and_the_devices(

@@ -136,7 +136,7 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
     assert {row.option.dims.mode for row in found.rows} == {"none", "model"}
     assert [told[:2] for told in seen] == [(index + 1, 4) for index in range(num_measured)]
     assert "up to 4 settings in about 5 min" in caplog.text
-    assert "none, on cpu, 1 micro-batch(es): 1000.0 ms" in caplog.text
+    assert "none, on cpu, 1 micro-batch: 1000.0 ms" in caplog.text
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_the_command_compares_modes(tmp_path, seconds, capsys, monkeypatch):
     assert run("plan", "--measure", *shape, *options, "--overwrite") == 1
     out, err = capsys.readouterr()
     assert out.count("out of memory") == 4
-    assert "every setting ran out of memory" in err.splitlines()[-1]
+    assert "all measured settings ran out of memory" in err.splitlines()[-1]
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:

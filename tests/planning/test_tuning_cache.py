@@ -139,7 +139,7 @@ def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
         taken = resolve_auto(config, here)
     assert found_by(config, here) == (2, (3,))
     (message,) = (record.getMessage() for record in caplog.records)
-    assert message.startswith("2 micro-batch(es) and parallel.cuts=3: the fastest")
+    assert message.startswith("using 2 micro-batches and parallel.cuts=3, the fastest")
     assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
     # What is settled stays as it is, whatever is measured later.
     remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
@@ -181,7 +181,7 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
         trainings.run(config, folder)
     stages = stages_of(folder)
     assert [len(blocks) for blocks in stages] == [3, len(UNet3d(here.topology).blocks()) - 3]
-    assert caplog.text.count("what plan --measure measured") == 1
+    assert caplog.text.count("that plan --measure found") == 1
     recorded = load_config(folder / "config.yaml")
     assert (recorded.training.micro_batches, recorded.parallel.cuts) == (2, (3,))
     # A later measurement changes nothing for a run that goes on.

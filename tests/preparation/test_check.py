@@ -64,9 +64,13 @@ def root(tmp_path):
         (RAMP, LABEL[..., :9], ["error: 12x14x10 and 12x14x9 differ; bring both to"]),
         (np.stack([RAMP] * 2, 3), LABEL, ["error: dataset.json names 1: MRI; correct one of"]),
         (RAMP, np.stack([LABEL] * 2, 3), ["error: is 4-D with 2 channels; a label map is 3-D"]),
-        (RAMP, labels_of(0, 127, 255), ["error: value(s) 127, 255, but dataset.json names 0, 1"]),
+        (
+            RAMP,
+            labels_of(0, 127, 255),
+            ["error: holds values that dataset.json does not name: 127, 255 (it names 0, 1, 2)"],
+        ),
         (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: not integer labels"]),
-        (with_voxel(np.nan), LABEL, ["error: has 1 voxels of 1680 that are NaN or infinite"]),
+        (with_voxel(np.nan), LABEL, ["error: has 1 of 1680 voxels that are NaN or infinite"]),
         (
             np.full_like(RAMP, 7),
             np.zeros_like(LABEL),
@@ -76,13 +80,18 @@ def root(tmp_path):
         (
             np.stack([with_voxel(np.nan), RAMP], 3),
             labels_of(0, 1, 7)[..., :9],
-            ["error: 2 channel(s)", "error: not on the grid", "error: NaN", "error: value(s) 7"],
+            [
+                "error: 2 channels",
+                "error: not on the grid",
+                "error: NaN",
+                "error: does not name: 7",
+            ],
         ),
         (with_voxel(np.nan), b"", ["error: is empty (0 bytes)", "error: NaN"]),
         (
             None,
             labels_of(7),
-            ["error: imagesTr/case_1.nii.gz is missing", "error: value(s) 7"],
+            ["error: imagesTr/case_1.nii.gz is missing", "error: does not name: 7"],
         ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
@@ -175,10 +184,10 @@ def test_labels_are_those_of_the_settings(root, capsys, tmp_path):
         assert any(line.startswith("  one       in 2 of 3 cases") for line in lines)
         assert not any(line.startswith(("  left", "  right")) for line in lines)
         empty = f"case_1: {root}/labelsTr/case_1.nii.gz is empty: every voxel is background"
-        assert lines[-2:] == [f"warning  {empty}", "3 cases, 0 error(s), 1 warning(s)"]
+        assert lines[-2:] == [f"warning  {empty}", "3 cases, 0 errors, 1 warning"]
     write_case(root, label=labels_of(0, 1, 7))
     said = refusal(capsys, "check", root, *by_file)
-    assert "3 cases, 1 error(s), 0 warning(s)" in said
+    assert "3 cases, 1 error, 0 warnings" in said
 
 
 def test_loops_of_links_are_findings_like_any_other(root):

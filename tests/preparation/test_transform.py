@@ -66,7 +66,7 @@ def test_ignored_voxels_have_the_index_after_the_last_class():
     label = np.array([[[0, 3, 9], [5, 5, 9]]], np.int16)
     prepared = prepare_label(label, (1, 1, 1), preprocessing)
     assert prepared.tolist() == [[[0, 1, 3], [2, 2, 3]]]
-    with pytest.raises(VolumeError, match=r"the value\(s\) 9"):
+    with pytest.raises(VolumeError, match=r"does not name: 9"):
         prepare_label(label, (1, 1, 1), plan(label_values=(0, 3, 5)))
 
 
@@ -119,7 +119,7 @@ def test_channels_are_normalized_each_its_own_way():
         z_score = (image[channel] - inside.mean()) / inside.std()
         z_score[: 3 * masks] = 0
         np.testing.assert_allclose(prepared[channel], z_score, atol=1e-4)
-    with pytest.raises(VolumeError, match=r"has 4 channel\(s\); 2 are needed: m0, m1"):
+    with pytest.raises(VolumeError, match=r"has 4 channels, not 2: m0, m1"):
         prepare_image(held_image(image), plan(ct, ct))
 
 
@@ -134,7 +134,7 @@ def test_labels_become_class_indices():
     for value in (-1, 3, 255):
         label = np.zeros((3, 3, 3), np.int16)
         label[1, 1, 1] = value
-        with pytest.raises(VolumeError, match=rf"the value\(s\) {value}, .*names 0, 1, 2, 9"):
+        with pytest.raises(VolumeError, match=rf"does not name: {value} .it names 0, 1, 2, 9"):
             prepare_label(label, (1, 1, 1), plan(label_values=(0, 1, 2, 9)))
 
 

@@ -84,7 +84,7 @@ def test_labels_have_a_number_of_each_fold_and_their_mean():
     assert ["[b]liver", "0.600", "0.610", "0.605", "0.007"] in found
     assert ["tumour", "0.250", "–", "0.250", "–"] in found
     assert ["mean", "0.500", "0.510", "0.505", "0.007"] in found
-    assert "mean of the best networks: 0.700" in " ".join(text_of(2).split())
+    assert "best validation Dice during training: 0.700" in " ".join(text_of(2).split())
 
 
 def test_many_folds_are_a_mean():

@@ -76,7 +76,7 @@ def test_the_table_has_every_number(record):
     ]
     assert "lower bound" not in " ".join(table.notes)
     assert tuning_lines(record) == [
-        "The fastest is cut before block.17 (17), with 4 micro-batch(es): 250.0 ms a step against "
+        "The fastest is cut before block.17 (17), with 4 micro-batches: 250.0 ms a step against "
         "400.0 on one device."
     ]
 
@@ -94,10 +94,10 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
 
 def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 3
-    assert tuning_lines(record)[1:] == ["There was no time for 3 of 12 settings."]
+    assert tuning_lines(record)[1:] == ["Not measured, because time was up: 3 of 12 settings."]
     record["num_left_out"] = 0
     record["rows"] = [row(ONE, [], 1, 0.4, "fastest"), row(STAGES, [10], 1, None)]
-    assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
+    assert tuning_lines(record) == ["The step fits only on one device, cuda:0."]
     record["rows"] = [row(STAGES, [10], count, None) for count in (1, 2)]  # nothing fits
     assert len(cells(tuning_table(record))) == 2 and tuning_lines(record) == []
     assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())

@@ -242,7 +242,7 @@ def test_damaged_lines_are_left_out_and_counted(run, caplog):
         file.write(b"\0" * 100)  # as a line that was not finished
     assert run.read_metrics() == lines(1) * len(DAMAGED)
     (told,) = caplog.messages
-    assert f"metrics.jsonl: {len(DAMAGED)} damaged line(s) are left out" in told
+    assert f"metrics.jsonl: left out {len(DAMAGED)} damaged line" in told
     run.reopen(9)
     assert len(caplog.records) == 2
     assert run.read_metrics() == lines(1) * len(DAMAGED)

@@ -92,7 +92,7 @@ def _of_system(error: OSError) -> Unet3dError:
 )
 @click.version_option(__version__, message="unet3d %(version)s")
 def commands() -> None:
-    """Train 3D U-Nets on volumes, also larger than one GPU, and segment scans."""
+    """Train 3D U-Nets, even on volumes that do not fit on one GPU, and segment scans."""
 
 
 for _command in (check, plan, train, predict, evaluate, report, convert, config, predict_as_rank):

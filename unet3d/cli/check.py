@@ -8,7 +8,7 @@ import click
 from unet3d.cli.command import GivenSettings, command, grouped
 from unet3d.cli.options import FILE, common_options, json_option, overwrite_option
 from unet3d.cli.output import check_result, files_of, working, write_json
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, counted
 
 
 @command("unet3d check DATASET", "unet3d check DATASET --json contents.json")
@@ -53,7 +53,14 @@ def check(
     write_json(json_path, tree, overwrite)
     num_errors = sum(finding.severity == "error" for finding in findings)
     num_warnings = len(findings) - num_errors
-    counts = f"{len(opened.cases)} cases, {num_errors} error(s), {num_warnings} warning(s)"
+    counts = ", ".join(
+        counted(number, noun)
+        for number, noun in (
+            (len(opened.cases), "case"),
+            (num_errors, "error"),
+            (num_warnings, "warning"),
+        )
+    )
     if num_errors:
         raise DatasetError(f"{dataset}: {counts}; fix the errors before training")
     click.echo(counts)

@@ -38,7 +38,7 @@ FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip"
 @grouped(
     "Output",
     output_option(
-        "Checkpoint file, or a folder for checkpoints of several folds or for a model of nnU-Net.",
+        "Checkpoint file, or a folder for a model of nnU-Net or for checkpoints of several folds.",
         required=True,
     ),
     overwrite_option,

@@ -30,13 +30,14 @@ from unet3d.cli.output import check_result, files_of, load_torch, show_result, w
         "contains LABELS.",
     ),
     checkpoint_option(
-        "Checkpoint or run that names the labels instead, as chosen by its data.labels."
+        "Checkpoint or run that names the labels instead, such as one trained with data.labels."
     ),
     click.option(
         "--ignore",
         type=click.IntRange(min=1),
         metavar="VALUE",
-        help="Value in LABELS whose voxels are not scored; default: 'ignore' of dataset.json.",
+        help="Value in LABELS whose voxels are not scored; default: the label 'ignore' of "
+        "dataset.json.",
     ),
     click.option(
         "--tolerance-mm",
@@ -48,7 +49,7 @@ from unet3d.cli.output import check_result, files_of, load_torch, show_result, w
     click.option(
         "--leave-out",
         is_flag=True,
-        help="Leave out segmentations without a label map instead of refusing them.",
+        help="Leave out segmentations that have no label map, instead of stopping with an error.",
     ),
 )
 @grouped("Output", json_option("the scores"), overwrite_option)
@@ -68,9 +69,10 @@ def evaluate(
 
     Both are files, or both are folders, whose files are paired by name.
 
-    HD95, the 95th percentile of the distances between surfaces, and NSD, the share of the surfaces
-    within --tolerance-mm of the other, are MONAI's. If only one side has a label, Dice and NSD are
-    0, and HD95 has no value. If neither has it, the label is not scored.
+    HD95 is the 95th percentile of the distances between the two surfaces of a label. NSD is the
+    share of both surfaces that is within --tolerance-mm of the other surface. Both are defined as
+    in MONAI. A label that only one of the two files has gets Dice and NSD 0, and no HD95. A label
+    that neither has is not scored.
     """
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")

@@ -36,7 +36,7 @@ folds_option = click.option(
     "--folds",
     metavar="LIST",
     callback=_folds,
-    help="Folds of the network to use, such as 0,2; default: all.",
+    help="Folds to use, such as 0,2; default: all.",
 )
 
 
@@ -82,7 +82,8 @@ devices_option = setting(
     "parallel.devices",
     "--devices",
     "LIST",
-    "GPUs such as 0,1, or cpu; default: GPU 0, or the CPU where there is none.",
+    "GPUs, such as 0,1, or cpu; default: GPU 0, several if --parallel needs them, or the CPU if "
+    "there is no GPU.",
 )
 
 parallel_option = setting(
@@ -98,7 +99,8 @@ replicas_option = setting(
     "parallel.replicas",
     "--replicas",
     "R",
-    "Groups that --devices are divided into; each group shares one copy of the network.",
+    "Number of groups into which --devices are divided; each group computes its own share of the "
+    "batch.",
 )
 
 batch_options = (
@@ -112,7 +114,8 @@ batch_options = (
         "training.micro_batches",
         "--micro-batches",
         "M",
-        "Parts of a batch that run one after another, and in --parallel model as a pipeline.",
+        "Number of parts of a batch; they run one after another, or as a pipeline with --parallel "
+        "model.",
     ),
 )
 

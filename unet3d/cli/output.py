@@ -99,7 +99,9 @@ def refuse_input(path: Path, *inputs: Path | None) -> None:
 
     read = [os.path.realpath(one) for one in inputs if one is not None]
     if is_volume_file(path) or os.path.realpath(path) in read:
-        raise ConfigError(f"{path} cannot hold the results; name another file")
+        raise ConfigError(
+            f"{path} cannot hold the results: it is a volume or belongs to the input; name another"
+        )
 
 
 def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> None:

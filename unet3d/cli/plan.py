@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from unet3d.planning.network_plan import NetworkPlan
 
 TOO_LARGE = (
-    "every setting ran out of memory; use smaller patches (--shape), a smaller network "
+    "all measured settings ran out of memory; use smaller patches (--shape), a smaller network "
     "(model.base_channels) or more devices"
 )
 
@@ -52,7 +52,7 @@ TOO_LARGE = (
     *batch_options,
 )
 @grouped(
-    "Prediction, instead",
+    "Prediction instead of training",
     click.option(
         "--predict",
         "scan",
@@ -61,7 +61,7 @@ TOO_LARGE = (
         multiple=True,
         help="Predict the memory for segmenting this scan; repeatable: one file per channel.",
     ),
-    checkpoint_option("With --predict: as in unet3d predict.", several=True),
+    checkpoint_option("With --predict: the network, as in unet3d predict.", several=True),
 )
 @grouped(
     "Devices",
@@ -72,19 +72,22 @@ TOO_LARGE = (
         "--device-memory",
         type=FiniteRange(min=0, max=2**20, min_open=True),
         metavar="GIB",
-        help="Memory of each GPU; the GPUs need not exist. Default: those of this machine.",
+        help="Memory of each GPU, for a plan without these GPUs; default: the memory of this "
+        "machine's GPUs.",
     ),
     click.option(
         "--measure",
         is_flag=True,
-        help="Time steps on --devices, for every promising mode, cut and number of "
+        help="Measure training steps on --devices for every promising mode, cut and number of "
         "micro-batches; training then uses the fastest.",
     ),
 )
 @grouped(
     "Output",
     click.option(
-        "--picture", type=FILE, help="With --measure: PNG of the times; default: tuning.png."
+        "--picture",
+        type=FILE,
+        help="With --measure: PNG file for a plot of the times; default: tuning.png.",
     ),
     json_option("the numbers"),
     overwrite_option,
@@ -105,8 +108,9 @@ def plan(
 ) -> None:
     """Predict the memory and time that training takes.
 
-    Memory is predicted for each device, on DATASET or for --shape. With --predict: the memory for
-    segmenting a scan, on the host and on a GPU. No GPU is needed: --device-memory 80 describes one.
+    The memory of each device is predicted for DATASET, or for patches of --shape. With --predict,
+    only the memory for segmenting a scan is predicted, on the host and on a GPU. No GPU is needed:
+    --device-memory 80 stands for GPUs of 80 GiB.
     """
     if step_record is not None:
         _measure_rank(settings.config, step_record)
@@ -189,7 +193,7 @@ def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None)
     if record["choice"] is not None:
         show_result(record["choice"])
     for way, row in zip(ways, record["ways"], strict=True):
-        with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
+        with working(f"searching for the largest volume: {way_name(row)}"):
             row["largest_shape"] = way.largest()
         show_result(plan_line(row))
     return record
@@ -223,10 +227,10 @@ def _measure(
         save_figure(tuning_figure(record), unfinished)
     for line in (
         *tuning_lines(record),
-        f"Time against micro-batches: {picture}",
-        f"The fastest of each placement is saved in {folder}. Training and --parallel auto use "
-        "it for the same network, patch, batch and devices, unless micro-batches or cuts are "
-        "set.",
+        f"Plot of time against micro-batches: {picture}",
+        f"The fastest settings of each placement are saved in {folder}. Training and --parallel "
+        "auto use them for the same network, patch, batch and devices, unless micro-batches or "
+        "cuts are set.",
     ):
         show_result(line)
 

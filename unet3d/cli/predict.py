@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         "inference.precision",
         "--precision",
         "TYPE",
-        "bfloat16, float16 or float32; default: chosen by training and device.",
+        "bfloat16, float16 or float32; default: depends on training and device.",
     ),
     setting(
         "inference.tta",
@@ -79,17 +79,19 @@ if TYPE_CHECKING:
         "--scratch",
         type=FILE,
         metavar="DIR",
-        help="Keep unpacked scans and labels in files there instead of in memory.",
+        help="Folder for unpacked scans and labels, to save memory.",
     ),
 )
 @grouped(
     "Output",
     output_option("File or folder; default: beside each image."),
     click.option(
-        "--statistics", is_flag=True, help="Also write mL and intensity of each label, as JSON."
+        "--statistics", is_flag=True, help="Also write volume and intensity of each label, as JSON."
     ),
     click.option(
-        "--preview", is_flag=True, help="Also draw three planes with outlines and mL, as PNG."
+        "--preview",
+        is_flag=True,
+        help="Also draw three planes, with outlines and volumes of labels, as PNG.",
     ),
     click.option(
         "--probabilities",
@@ -100,7 +102,7 @@ if TYPE_CHECKING:
         "--continue",
         "goes_on",
         is_flag=True,
-        help="Keep complete results, and make the missing ones.",
+        help="Keep complete results, and write only the missing ones.",
     ),
     overwrite_option,
 )

@@ -14,26 +14,27 @@ from unet3d.errors import ConfigError
 @command("unet3d report runs/mine", "unet3d report scan_seg.nii.gz --image scan.nii.gz")
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
 @grouped(
-    "Of a segmentation",
-    click.option("--image", type=FILE, help="Scan of the SEGMENTATION; not for a run."),
+    "For a segmentation",
+    click.option("--image", type=FILE, help="Scan that was segmented."),
     checkpoint_option(
         "Checkpoint that names the labels; default: the names in the segmentation's header."
     ),
 )
 @grouped(
     "Output",
-    output_option("HTML file; default: report.html in the run, or one beside the segmentation."),
+    output_option("HTML file; default: report.html in the run, or a file beside the segmentation."),
     overwrite_option,
 )
 def report(
     *, path: Path, image: Path | None, checkpoint: Path | None, output: Path | None, overwrite: bool
 ) -> None:
-    """Make a page of a RUN, or a viewer of a SEGMENTATION.
+    """Write an HTML page about a RUN, or a viewer for a SEGMENTATION.
 
-    The page of a run has curves, Dice of each label and case, the worst and the best case, memory,
-    versions and configuration. The run may still be training; the next call replaces the page. In a
-    run over folds, each fold gets a page, too. The page of a segmentation has a viewer with its
-    labels, and their volumes. A page needs no network and no other file.
+    The page of a run shows curves, Dice of each label and case, pictures of the worst and the best
+    case, memory, versions and configuration. The run may still be training; the next call replaces
+    the page. In a run over several folds, each fold gets a page, too. The page of a segmentation
+    shows the scan with the labels, and the volume of each label. A page needs neither the internet
+    nor other files.
     """
     is_run = image is None
     if is_run and (checkpoint or not path.is_dir()):

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 @dataset_argument()
 @grouped(
     "Training",
-    setting("training.epochs", "--epochs", "N", "Total epochs; more with --resume extend a run."),
+    setting(
+        "training.epochs",
+        "--epochs",
+        "N",
+        "Total number of epochs; with --resume, a larger number extends the run.",
+    ),
     setting(
         "data.fold",
         "--fold",
@@ -39,14 +44,14 @@ if TYPE_CHECKING:
     click.option(
         "--folds",
         metavar="LIST",
-        help="Folds to train, all or such as 0,1,2. Each of --devices trains one fold after "
-        "another; with a mode in --parallel, all devices train each fold together.",
+        help="Folds to train: all, or a list such as 0,1,2. Each device trains one fold at a time; "
+        "if --parallel names a mode, all devices train each fold together.",
     ),
     setting(
         "training.init",
         "--init",
         None,
-        "Checkpoint or run to begin with, also for other labels.",
+        "Checkpoint or run whose weights the new run starts from; its labels may differ.",
         type=FILE,
     ),
     *batch_options,

@@ -37,7 +37,7 @@ MAX_BYTES = 2**18
 
 _WIDTH = 96
 _HEADER = """\
-All settings of unet3d, each with its meaning and what it allows. A configuration needs only the
+All settings of unet3d, each with its meaning and its allowed values. A configuration needs only the
 lines that differ from the defaults: delete the others."""
 
 

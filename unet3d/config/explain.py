@@ -54,7 +54,7 @@ def settings_of(model: type[Section], prefix: str = "") -> Mapping[str, Setting]
             continue
         allowed, default = in_words(schema), schema["default"]
         if model.may_be_open(name):
-            allowed = f"auto, {allowed}" if " or " in allowed else f"{allowed} or auto"
+            allowed = f"auto, {allowed}" if " or " in allowed else _any_of([allowed, "auto"])
             default = "auto"
         is_path = any(one.get("format") == "path" for one in schema.get("anyOf", ()))
         meaning = " ".join(schema["description"].split())
@@ -103,7 +103,11 @@ def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:
 def in_words(schema: Mapping[str, Any]) -> str:
     """Describe in words the values that pydantic's JSON schema of a setting allows."""
     if "anyOf" in schema:
-        branches = [one.get("enum") or [in_words(one)] for one in schema["anyOf"]]
+        branches = [
+            one.get("enum")
+            or (["true", "false"] if one.get("type") == "boolean" else [in_words(one)])
+            for one in schema["anyOf"]
+        ]
         return _any_of([word for branch in branches for word in branch])
     if "enum" in schema or "const" in schema:
         return _any_of(schema.get("enum") or [schema["const"]])
@@ -127,4 +131,5 @@ def in_words(schema: Mapping[str, Any]) -> str:
 
 def _any_of(words: Sequence[str]) -> str:
     *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
+    has_joints = any(joint in word for joint in (" and ", " or ") for word in words)
+    return f"{', '.join(first)}{', or' if has_joints else ' or'} {last}" if first else last

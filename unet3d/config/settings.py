@@ -26,6 +26,7 @@ from unet3d.config.values import (
     Shape,
     Spacing,
 )
+from unet3d.errors import counted
 from unet3d.inputs.plain_data import at_most
 
 
@@ -35,7 +36,7 @@ class DataSettings(Section):
     dataset: FilePath | None = None
     """Folder of the data set, or its dataset.json; null: the phantom data."""
     phantom_shape: Annotated[Shape, FEW_VOXELS] = (64, 64, 64)
-    """Number of voxels along X, Y, Z of each of the 20 built-in phantoms; voxels have 1 mm."""
+    """Number of voxels along X, Y, Z of each of the 20 built-in phantoms; voxels are 1 mm wide."""
     fold: Fold = 0
     """Fold that validates, counted from 0; the others train. none: all cases train, and none
     validates."""
@@ -49,21 +50,23 @@ class DataSettings(Section):
     """Number of folds to draw if the data set defines none."""
     spacing_mm: Auto[Literal["median", "native"] | Spacing] = "median"
     """Spacing that cases are resampled to, in mm along X, Y, Z. median: the median of the data set,
-    but across thick slices the 10th percentile. Slices are thick if their spacing is more than 3
-    times that of the pixels, and each side of a slice has more than 3 times as many pixels as there
-    are slices. native: each case keeps its own. auto: that of training.init, else median."""
+    or the 10th percentile across thick slices. Slices are thick if their spacing is more than 3
+    times the spacing of the pixels, and each side of a slice has more than 3 times as many pixels
+    as there are slices. native: each case keeps its spacing. auto: the spacing of training.init,
+    else median."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the Hounsfield statistics of the data set. z-score: by the
-    mean and standard deviation of each case; only of nonzero voxels, if cropping zeros around the
-    image removes a quarter of the volume or more. auto: by the name of the channel as in nnU-Net:
-    CT, noNorm, rescale_to_0_1 (0 ... 1), rgb_to_0_1 (255 becomes 1), else z-score."""
+    mean and standard deviation of each case; of nonzero voxels only, if cropping zeros around the
+    image removes a quarter of the volume or more. auto: chosen by the name of each channel as in
+    nnU-Net: CT is ct, noNorm is none, rescale_to_0_1 maps to 0 ... 1, rgb_to_0_1 divides by 255,
+    and any other name is z-score."""
     cache: FilePath | None = None
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
-    """Processes that prepare cases, then cut patches, and augment them if there is no GPU. 0: the
-    training process does it. auto: as many as the cores allow, at most 16 to prepare cases, and 8
-    to cut patches for a GPU; for a network on a CPU at most 4 to prepare cases, and one per 32
-    cores to cut patches, so none on most machines."""
+    """Number of processes that prepare cases, then cut patches, and augment them if there is no
+    GPU. 0: the training process does this work. auto: as many as the cores allow, at most 16 to
+    prepare cases and 8 to cut patches; with the network on a CPU at most 4 to prepare cases, and
+    one per 32 cores to cut patches, so none on most machines."""
 
 
 MirrorAxis = Literal["x", "y", "z"]
@@ -81,7 +84,7 @@ class AugmentationSettings(Section):
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
     """Largest angle of a rotation about each axis, in degrees, in both directions."""
     in_plane_rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 180.0
-    """The same for a rotation in one plane only: that of thick slices, or of a single slice."""
+    """Largest angle of a rotation in one plane only, for thick slices and single slices."""
     scaling_probability: Fraction = 0.2
     """Probability of a change of size, by a factor of 0.7 to 1.4."""
     noise_probability: Fraction = 0.1
@@ -150,13 +153,14 @@ class PatchSettings(Section):
     are auto. If a GPU has less, the plan uses 90 % of the smallest GPU. Several GPUs, or a CPU, are
     planned for like one GPU. auto: 10, on a CPU 1.1."""
     foreground_fraction: Fraction = 0.33
-    """Share of each batch, at least one patch unless 0, that is centred on a labelled voxel: of a
-    random connected component of a random class."""
+    """Share of the patches of a batch that are centred on a labelled voxel, at least one patch
+    unless 0. The voxel is from a random connected component of a random class."""
     augmentation: Auto[Literal["none", "light", "nnunet"]] = "nnunet"
     """Random changes of each patch. nnunet: all transforms of nnU-Net; light: only mirroring,
     noise, brightness, contrast and gamma; none: no changes; auto: nnunet, on a CPU none."""
     augmentation_details: Annotated[dict[str, Any], AfterValidator(_of_augmentation)] = {}
-    """Probabilities, angles and mirror axes that override those of augmentation, by name."""
+    """Probabilities, angles and mirror axes that override values of augmentation, by name, such as
+    {gamma_probability: 0, mirror_axes: [x]}."""
 
     @property
     def random_changes(self) -> AugmentationSettings:
@@ -174,12 +178,14 @@ class ModelSettings(Section):
     base_channels: Auto[Channels] = 32
     """Channels at level 0; they double at each level, up to 320. auto: 32, on a CPU 8."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
-    """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
+    """Number of resolutions of the network; auto: until no axis can be halved to 4 voxels or
+    more, from 2 to 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
-    """Channels of each level, instead of the two settings above; null: use these two."""
+    """Channels of each level, instead of base_channels and num_levels; null: these two apply."""
     kernels: Literal["isotropic", "anisotropic"] = "isotropic"
-    """isotropic: 3 x 3 x 3 voxels. anisotropic: one voxel along an axis, such as across thick
-    slices, at levels where its spacing is 2 or more times the finest, and three at lower levels."""
+    """isotropic: 3 x 3 x 3 voxels at all levels. anisotropic: one voxel along an axis, such as
+    across thick slices, at levels where the spacing of that axis is at least twice the finest
+    spacing; three voxels at lower levels."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """How features are normalised: each channel of each sample (instance), groups of channels of
     each sample (group), or each channel over the batch (batch)."""
@@ -191,7 +197,7 @@ class ModelSettings(Section):
         """Refuse channels for a number of levels that a network cannot have."""
         num_levels = 2 if self.channels is None else len(self.channels)
         if not 2 <= num_levels <= 8:
-            raise ValueError(f"model.channels names {num_levels} level(s); give 2 to 8")
+            raise ValueError(f"model.channels names {counted(num_levels, 'level')}; give 2 to 8")
         return self
 
 
@@ -213,8 +219,8 @@ class TrainingSettings(Section):
     else 1."""
     batch_dice: Literal["auto"] | bool = "auto"
     """Whether the Dice of the loss is computed over the batch, so that false positives also count
-    in patches without the class. auto: if a patch has fewer than a quarter of the voxels of the
-    median volume. With micro-batches it needs another forward pass."""
+    in patches without the class. auto: true if a patch has fewer than a quarter of the voxels of
+    the median volume. With micro-batches, true needs another forward pass."""
     optimizer: Auto[Literal["sgd", "adamw"]] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum 0.99; adamw: AdamW; auto: sgd, on a
     CPU adamw unless the learning rate or the weight decay is set."""
@@ -259,11 +265,12 @@ class ParallelSettings(Section):
     device; model: some layers of the network on each device; auto: none for one device, else the
     fastest that fits."""
     devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024), NAMES] | None = None
-    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or
-    cpu. Under torchrun: the devices of each machine, divided among its ranks."""
+    """Devices, such as 0,1 or cpu,0 or cuda:0. null: GPU 0 for the modes auto and none, all GPUs
+    for data and spatial, two GPUs per replica for model; without a GPU, cpu. Under torchrun: the
+    devices of each machine, divided among its ranks."""
     replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
     """Modes model and spatial: number of groups into which the devices are divided in order; each
-    group has one copy of the network."""
+    group computes its own share of the batch."""
     data_parallel: Annotated[bool, Field(strict=True)] | Annotated[Name, AS_TEXT] = False
     """Mode data: use nn.DataParallel, with a thread for each device instead of a process. It is
     slower, and needs more memory on the device that gathers logits: the first, or the named one."""
@@ -276,10 +283,11 @@ class ParallelSettings(Section):
         Annotated[tuple[Few, ...], at_most(1024), IN_LIST]
         | Literal["auto", "encoder-decoder", "time"]
     ) = "auto"
-    """Mode model: where the network is cut in training. time: stages with equal predicted times;
-    encoder-decoder: between encoder and decoder for two devices, stages with about equal work for
-    more; auto: the fastest cut that ``plan --measure`` found, else encoder-decoder; or the first
-    block of each stage but the first, by index, such as 4,12."""
+    """Mode model: where the network is cut into stages in training. time: stages with equal
+    predicted times; encoder-decoder: for two devices between encoder and decoder, for more devices
+    stages with about equal work; auto: the fastest cut that ``plan --measure`` found, else
+    encoder-decoder. A list such as 4,12 names the first block of the second and of each further
+    stage."""
 
     @property
     def cut_blocks(self) -> tuple[int, ...] | None:
@@ -316,11 +324,11 @@ class InferenceSettings(Section):
     of training if it was float32 or float16 (float32 instead of float16 without GPUs), else chosen
     like auto in training.precision. Weights in float64 stay float64."""
     tta: bool = False
-    """Whether logits are averaged over mirror images of each window, with all combinations of the
-    axes that were mirrored in training: up to 8 times the work."""
+    """Test-time augmentation: whether logits are averaged over mirror images of each window, with
+    all combinations of the axes that were mirrored in training: up to 8 times the work."""
     averaging: Literal["probabilities", "logits"] = "probabilities"
     """What an ensemble averages: class probabilities, or logits, as nnU-Net does for the folds of a
     model. All networks of an ensemble must have the same value."""
     postprocessing: bool = True
-    """Whether training ends by choosing labels for which only the largest component is kept (labels
-    where that raises the Dice of validation), and whether prediction does so."""
+    """Whether training ends by choosing labels of which prediction keeps only the largest connected
+    component, because that raises the Dice of validation; and whether prediction does so."""

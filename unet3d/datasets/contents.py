@@ -15,6 +15,7 @@ import numpy.typing as npt
 from unet3d.config import Shape, Spacing
 from unet3d.datasets.dataset import Dataset
 from unet3d.datasets.labels import ScoredLabels, values_of
+from unet3d.errors import counted
 from unet3d.images.files import times
 from unet3d.images.units import MILLIMETRES, Units
 from unet3d.inputs.plain_data import printable
@@ -139,7 +140,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             text = f"{spread['lowest'][0]:.6g} to {spread['highest'][-1]:.6g}, {inner} (median)"
         rows.append((channel["name"], text))
     for label in labels[:MAX_LISTED]:
-        text = f"in {label['num_cases']} of {found['num_label_maps']} cases"
+        text = f"in {label['num_cases']} of {counted(found['num_label_maps'], 'case')}"
         if label["num_cases"]:
             volume = _told(label["volume_ml"], lambda ml: f"{ml / units.ml:.4g}", units.volume)
             text += f", {volume}"
@@ -149,8 +150,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for what, all_of in (("channels", channels), ("labels", labels), ("outliers", outliers)):
         if len(all_of) > MAX_LISTED:
             rows.append(("", f"and {len(all_of) - MAX_LISTED} more {what}: --json names all"))
-    counts = f"{found['num_cases']} cases, {len(channels)} channel(s), {len(labels)} label(s)"
-    yield f"{printable(found['name'])}: {counts}"
+    counts = (found["num_cases"], "case"), (len(channels), "channel"), (len(labels), "label")
+    words = ", ".join(counted(number, noun) for number, noun in counts)
+    yield f"{printable(found['name'])}: {words}"
     names = [printable(name, MAX_NAME) for name, _ in rows]
     for name, (_, text) in zip(names, rows, strict=True):
         yield f"  {name:{max(map(len, names))}}  {printable(text, MAX_LINE)}"

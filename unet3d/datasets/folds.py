@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.errors import DatasetError, reason_of, some
+from unet3d.errors import DatasetError, counted, reason_of, some
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
 
@@ -36,11 +36,13 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
     names = sorted(names)
     if len(names) < 2:
         raise DatasetError(
-            f"the data set has {len(names)} labelled case(s); it needs two, one to train on and "
-            "one to validate on; add cases, or train without validation: --fold none"
+            f"the data set has {counted(len(names), 'labelled case')}; it needs two, one to train "
+            "on and one to validate on; add cases, or train without validation: --fold none"
         )
     if len(names) < num_folds:
-        logger.warning("only %d cases, so %d folds, not %d", len(names), len(names), num_folds)
+        logger.warning(
+            "only %d cases, so %d folds instead of %d", len(names), len(names), num_folds
+        )
         num_folds = len(names)
     order = np.random.default_rng(seed).permutation(len(names))
     drawn = (sorted(names[index] for index in order[fold::num_folds]) for fold in range(num_folds))

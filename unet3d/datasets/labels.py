@@ -93,8 +93,8 @@ def class_indices(
         if not np.array_equal(known.take(places, mode="clip"), plane):
             unknown = sorted({*np.unique(array).tolist()}.difference(values))
             raise VolumeError(
-                f"the label map holds the value(s) {some(unknown)}, which dataset.json does not "
-                f"name (it names {some(values)}); correct one of them"
+                f"the label map holds values that dataset.json does not name: {some(unknown)} "
+                f"(it names {some(values)}); correct one of them"
             )
         found[...] = table.take(places) if classes else places
     return indices

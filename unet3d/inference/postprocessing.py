@@ -66,7 +66,8 @@ def rules_in_words(rules: Sequence[Rule], name_of: Mapping[int, str]) -> str:
     phrases = []
     for rule in rules:
         if len(rule) > 1 and set(rule) == set(name_of):
-            phrases.append("all labels together")
+            phrases.append("of all labels together")
         else:
-            phrases.append(" and ".join(name_of.get(value, str(value)) for value in rule))
-    return f"only the largest component is kept of {some(phrases)}"
+            names = (name_of.get(value, str(value)) for value in rule)
+            phrases.append(f"of {' and '.join(names)}")
+    return f"only the largest component is kept {some(phrases)}"

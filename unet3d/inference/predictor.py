@@ -15,7 +15,7 @@ import torch
 from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError, VolumeError, some
+from unet3d.errors import DoesNotFitError, VolumeError, counted, some
 from unet3d.images.files import times
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
@@ -208,7 +208,7 @@ class Predictor:
         path, wanted = image.geometry.path, len(preprocessing.channels)
         if image.num_channels != wanted:
             raise VolumeError(
-                f"{path} has {image.num_channels} channel(s) but the network "
+                f"{path} has {counted(image.num_channels, 'channel')}, but the network "
                 f"was trained on {wanted} ({', '.join(preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )

@@ -15,8 +15,8 @@ OTHER_GPUS = ("dxg", "kfd", "nvmap")
 
 
 NEEDS = {
-    "model": "needs a device for each of two stages or more",
-    "spatial": "needs a device for each of two slabs or more",
+    "model": "needs two devices or more, one for each stage",
+    "spatial": "needs two devices or more, one for each slab",
 }
 """Error text for modes with groups of devices."""
 
@@ -73,12 +73,12 @@ def check_count(mode: str, names: Sequence[str], num_replicas: int) -> None:
         )
     if mode == "none" and len(names) != 1:
         raise DeviceError(
-            f"devices {listed} but parallel mode none uses one; use --parallel auto, or name one "
-            "device"
+            f"there are the devices {listed}, but parallel mode none uses one; use --parallel "
+            "auto, or name one device"
         )
     if mode in NEEDS and len(names) < 2:
         raise DeviceError(
-            f"parallel mode {mode} {NEEDS[mode]}, got {listed}; name two "
+            f"parallel mode {mode} {NEEDS[mode]}, not {listed}; name two "
             + ("(one device may be named twice)" if mode == "model" else "(cpu may be named twice)")
         )
 

@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.errors import DoesNotFitError, VolumeError, counted
 from unet3d.memory.host import shortage
 from unet3d.model.fusing import deferring
 from unet3d.model.layers import (
@@ -216,7 +216,7 @@ class UNet3d(BlockNetwork):
         channels, *size = image.shape[1:]
         if channels != self.topology.in_channels:
             raise VolumeError(
-                f"the image has {channels} channels but the network was built for "
+                f"the image has {counted(channels, 'channel')}, but the network was built for "
                 f"{self.topology.in_channels}"
             )
         strides = self.topology.total_stride

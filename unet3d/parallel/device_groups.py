@@ -76,13 +76,16 @@ def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]
     size, rest = divmod(len(devices), num_groups)
     named = listed(devices)
     if rest or not size:
-        raise DeviceError(f"devices {named} do not divide by {num_groups} {what}; name as many")
+        raise DeviceError(
+            f"devices {named} cannot be divided equally among {num_groups} {what}; name a "
+            f"multiple of {num_groups}"
+        )
     groups = tuple(devices[i * size : (i + 1) * size] for i in range(num_groups))
     for stage in zip(*groups, strict=True):
         if len({device.type for device in stage}) > 1:
             raise DeviceError(
-                f"devices {named} make {what} that differ: {' and '.join(map(str, stage))} "
-                "cannot exchange gradients; name the same kinds in the same order for each"
+                f"devices {named} make unequal {what}: {' and '.join(map(str, stage))} cannot "
+                f"exchange gradients; name the same kinds of devices in the same order for each"
             )
     gpus = [gpu for group in groups for gpu in set(group) if gpu.type == "cuda"]
     if len(gpus) != len(set(gpus)):
@@ -97,8 +100,7 @@ def check_thread_devices(devices: Sequence[torch.device], gather: torch.device |
     named = listed(devices)
     if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
         raise DeviceError(
-            f"parallel.data_parallel=true copies the network to GPUs, each named once, not to "
-            f"{named}; leave it out"
+            f"parallel.data_parallel=true needs GPUs, each named once, not {named}; leave it out"
         )
     if gather is not None and gather not in devices:
         raise DeviceError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.errors import DeviceError
+from unet3d.errors import DeviceError, counted
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.parallel.placement import Layout, Slot
@@ -64,10 +64,10 @@ def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
     bounds = [0, *cuts, num_blocks]
     if len(bounds) == num_stages + 1 and all(a < b for a, b in pairwise(bounds)):
         return
-    advice = f"give {num_stages - 1} rising number(s) from 1 to {num_blocks - 1}"
+    advice = f"give {counted(num_stages - 1, 'rising number')} from 1 to {num_blocks - 1}"
     raise DeviceError(
-        f"parallel.cuts {list(cuts)} do not divide {num_blocks} blocks over {num_stages} "
-        f"device(s); {advice if num_stages > 1 else 'leave them out'}"
+        f"parallel.cuts {list(cuts)} do not divide {num_blocks} blocks over "
+        f"{counted(num_stages, 'device')}; {advice if num_stages > 1 else 'leave them out'}"
     )
 
 
@@ -76,8 +76,8 @@ def check_num_stages(network: BlockNetwork, num_stages: int) -> None:
     num_blocks = len(network.blocks())
     if num_stages > num_blocks:
         raise DeviceError(
-            f"{num_stages} devices for a network of {num_blocks} blocks; "
-            f"name at most {num_blocks} devices or use a network with more levels"
+            f"{num_stages} devices are more than the {num_blocks} blocks of the network; "
+            f"name at most {num_blocks} devices, or use a network with more levels"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from unet3d.config import Config, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, DeviceError
+from unet3d.errors import ConfigError, DeviceError, counted
 from unet3d.memory.gpus import NEEDS, check_count
 from unet3d.memory.meter import Slot as Slot
 from unet3d.parallel.device_groups import (
@@ -135,8 +135,8 @@ class ParallelDims:
         replicas = divided(devices, num_replicas, "replicas")
         if mode in NEEDS and len(replicas[0]) < 2:
             raise DeviceError(
-                f"devices {listed(devices)} give each of {num_replicas} replicas one, but parallel "
-                f"mode {mode} {NEEDS[mode]}; name more devices, or fewer --replicas"
+                f"devices {listed(devices)} give each of {num_replicas} replicas one device, but "
+                f"parallel mode {mode} {NEEDS[mode]}; name more devices, or fewer --replicas"
             )
         dims = cls(mode=mode, replicas=replicas, num_replicas=num_replicas)
         return dims._sharded(len(replicas[0])) if mode == "spatial" else dims
@@ -162,8 +162,8 @@ class ParallelDims:
     ) -> "ParallelDims":
         if settings.data_parallel is not False:
             raise ConfigError(
-                f"parallel.data_parallel=true is one process, but there are {ranks.world_size}; "
-                "leave it out under torchrun"
+                f"parallel.data_parallel=true runs in one process, but there are "
+                f"{ranks.world_size}; leave it out under torchrun"
             )
         mode = settings.mode
         if mode == "auto" or mode == "none":  # neither divides work over several ranks
@@ -174,8 +174,9 @@ class ParallelDims:
         own = groups[ranks.local_rank]
         if (len(own) > 1) != (mode == "model"):
             raise DeviceError(
-                f"rank {ranks.rank} has {len(own)} of the devices {','.join(names)}, but parallel "
-                f"mode {settings.mode} needs {'at least two' if mode == 'model' else 'one'}"
+                f"rank {ranks.rank} has {len(own)} of the devices {','.join(names)}, but a rank of "
+                f"parallel mode {settings.mode} needs "
+                f"{'at least two' if mode == 'model' else 'exactly one'}"
             )
         dims = cls(
             mode=mode,
@@ -282,8 +283,8 @@ def _num_shards(settings: ParallelSettings, ranks: Ranks) -> int:
     num_shards, rest = divmod(ranks.world_size, settings.replicas)
     if rest or num_shards < 2:
         raise ConfigError(
-            f"parallel.replicas is {settings.replicas} but {ranks.world_size} ranks were started, "
-            "which are not as many groups of two slabs or more; start "
+            f"{ranks.world_size} ranks were started, which cannot be divided into "
+            f"{counted(settings.replicas, 'group')} of two or more (parallel.replicas); start "
             f"{2 * settings.replicas} ranks or a multiple, or change parallel.replicas"
         )
     return num_shards

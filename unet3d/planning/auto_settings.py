@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unet3d.config import Config
+from unet3d.errors import counted
 
 CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
@@ -57,5 +58,7 @@ def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, 
         f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"
         for key in taken
     ]
-    line = f"{len(named)} setting(s) suit a CPU, such as {named[0]}" if taken else None
+    line = None
+    if taken:
+        line = f"{counted(len(named), 'setting')} chosen to suit a CPU, such as {named[0]}"
     return config.with_values(values) if values else config, line

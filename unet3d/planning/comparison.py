@@ -139,11 +139,12 @@ def _beside(
 def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
     if settings.devices is None and not has_gpu(memory_bytes):
         yield (
-            "This machine has no GPU, so this is about its CPU; --device-memory GIB describes one."
+            "This machine has no GPU, so the plan is for its CPU; --device-memory GIB plans for "
+            "GPUs."
         )
     if settings.data_parallel is not False:
         yield (
             "parallel.data_parallel=true is not predicted: each step copies the network to every "
-            "GPU but the first, which gathers the results. The numbers are those of one process "
-            "for each GPU."
+            "GPU but the first, which gathers the results. The numbers are for one process on each "
+            "GPU."
         )

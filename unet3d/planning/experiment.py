@@ -9,7 +9,7 @@ from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
 from unet3d.datasets.naming import has_sides, with_labels
 from unet3d.datasets.phantom import NUM_CASES, SPACING_MM, write_phantom_dataset
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, counted
 from unet3d.images.files import times
 from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
@@ -150,10 +150,13 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
     for finding in warnings[:shown]:
         logger.warning("%s: %s", finding.case, finding.message)
     if len(warnings) > shown:
-        logger.warning("%d more warnings; unet3d check lists them", len(warnings) - shown)
+        logger.warning(
+            "and %s; unet3d check lists all", counted(len(warnings) - shown, "more warning")
+        )
     if errors:
         named = "; ".join(f"{finding.case}: {finding.message}" for finding in errors[:shown])
         more = f"; and {len(errors) - shown} more" if len(errors) > shown else ""
         raise DatasetError(
-            f"the data set has {len(errors)} fault(s), which unet3d check lists: {named}{more}"
+            f"the data set has {counted(len(errors), 'fault')}; unet3d check lists all: "
+            f"{named}{more}"
         )

@@ -56,7 +56,7 @@ def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> floa
 def link_line(copied_per_second: float) -> str:
     """Describe a link in one line."""
     if math.isinf(copied_per_second):
-        return "link: not measured, NVLink is assumed"
+        return "link between the GPUs: not measured, NVLink is assumed"
     return f"link: {copied_per_second / 1e9:.3g} GB/s measured between the GPUs"
 
 

@@ -11,6 +11,7 @@ import torch
 from unet3d.config import Config, Shape, Spacing
 from unet3d.datasets.dataset import load_dataset
 from unet3d.datasets.phantom import LABEL_NAMES, NUM_CASES, SPACING_MM
+from unet3d.errors import counted
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.model.topology import topology_like
@@ -255,14 +256,14 @@ def plan_fingerprint(
         )
         batch_size = max(planned, num_replicas * training.num_micro_batches)
         if batch_size > planned:
-            batch_limit = "a patch for each device's micro-batches"
+            batch_limit = "a patch for each micro-batch of each replica"
     else:
         planned = batch_size = training.batch_size
     network = made(topology=topology, sizes=sizes, batch_size=batch_size)
     if patches.size != "auto" and training.batch_size != "auto":
         return network
     needed = needed_bytes(topology, batch_shape(sizes, planned), planned)
-    of_fewer = f" of {planned}" if planned < batch_size else ""
+    of_fewer = f" of {counted(planned, 'patch')}" if planned < batch_size else ""
     limits = (
         f"patches of {times(network.size)} voxels ({patch_limit}), {batch_size} in a batch "
         f"({batch_limit}); predicted memory{of_fewer}: {needed / GIB:.1f} of "

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import DoesNotFitError, counted
 from unet3d.images.files import times
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
@@ -66,7 +66,7 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
     return (
         f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with "
         f"{part}patches of {times(step.size)} voxels and a batch of {step.batch_size} in "
-        f"{layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
+        f"{counted(layout.num_micro_batches, 'micro-batch')}; {_what_would_fit(prediction)}"
     )
 
 
@@ -80,8 +80,8 @@ def available_bytes(device: torch.device) -> int:
 
 def _what_would_fit(prediction: MemoryEstimate) -> str:
     options = "; ".join(_alternatives(prediction)) or (
-        "nothing that was tried; use a smaller network (model.base_channels) or more devices "
-        "with --parallel spatial"
+        "no alternative that was tried; use a smaller network (model.base_channels) or more "
+        "devices with --parallel spatial"
     )
     return f"what would fit: {options}"
 

@@ -94,7 +94,7 @@ def choose_mode(
         ]
     if not found:
         raise ConfigError(
-            f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
+            f"no mode of --parallel suits parallel.replicas {config.parallel.replicas} on "
             f"{','.join(map(str, devices))} with this patch and a batch of "
             f"{network.batch_size}; leave replicas out, or name a mode with --parallel"
         )
@@ -291,12 +291,12 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
     rival = next((one for one in others if one.dims.mode == "none"), next(iter(others), None))
     against = ""
     if rival is not None:
-        where = "on one" if rival.dims.mode == "none" else f"with {in_words(rival.dims)}"
+        where = "on one device" if rival.dims.mode == "none" else f"with {in_words(rival.dims)}"
         against = f" against {_milliseconds(rival)} {where}"
     how = "measured" if chosen.is_measured else "predicted"
     line = f"{name}: {how} {_milliseconds(chosen)} ms a step{against}; {amount}"
     if chosen.load > 1:
-        return f"{line}, which is too much, but the least of all"
+        return f"{line}; no placement fits, this one comes closest"
     if others and _seconds(others[0]) < _seconds(chosen):
         return f"{line}; {in_words(others[0].dims)} would be faster but does not fit"
     return line

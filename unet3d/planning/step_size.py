@@ -87,13 +87,13 @@ def plan_batch(
     most = max(least, min(MAX_BATCH, max(MIN_BATCH, share)))
     counts = range(least, most + 1)
     last = largest_fitting(counts, lambda index: load(counts[index]))
-    batch_size, limit = counts[last or 0], "the least"
+    batch_size, limit = counts[last or 0], "the smallest"
     if batch_size < most or last is None:
         limit = "limited by memory"
     elif batch_size == share:
         limit = f"limited by {MAX_SHARE:.0%} of the data's voxels"
     elif batch_size == MAX_BATCH:
-        limit = "the most that is planned"
+        limit = "the largest that is planned"
     return batch_size, limit
 
 

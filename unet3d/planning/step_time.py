@@ -16,6 +16,7 @@ import torch
 
 from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.ranks import num_cores
+from unet3d.errors import counted
 from unet3d.kernels import CHANNELS_BY_HAND, convolves_by_hand
 from unet3d.memory.fake_devices import fake_device
 from unet3d.model import Topology, UNet3d
@@ -317,7 +318,7 @@ def time_cuts(step: Step) -> tuple[int, ...]:
     if cuts:
         runs = enumerate(pairwise((0, *cuts, len(work))))
         logger.info(
-            "balanced by time: cut before %s (parallel.cuts=%s); predicted for each stage %s",
+            "balanced by time: cut before %s (parallel.cuts=%s); predicted time of each stage: %s",
             " and ".join(work[cut].name for cut in cuts),
             ",".join(map(str, cuts)),
             ", ".join(f"{1000 * cost(stage, *run):.3g} ms" for stage, run in runs),
@@ -334,6 +335,7 @@ def long_on_cpu(step: Step) -> str | None:
         return None
     words = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
     return (
-        f"predicted to take about {words} on a CPU ({epochs} epochs of {steps} steps of "
-        f"{seconds:.2g} s); train on a GPU, or leave presets out: the defaults on a CPU are smaller"
+        f"training is predicted to take about {words} on a CPU ({counted(epochs, 'epoch')} of "
+        f"{counted(steps, 'step')} of {seconds:.2g} s); train on a GPU, or leave presets out: the "
+        "defaults on a CPU are smaller"
     )

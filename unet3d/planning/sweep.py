@@ -23,7 +23,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import DoesNotFitError, Unet3dError
+from unet3d.errors import DoesNotFitError, Unet3dError, counted
 from unet3d.memory.meter import measured_steps
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
@@ -171,7 +171,8 @@ def measure(
             continue
         layout = option.step.layout
         cut = f", cut {','.join(map(str, layout.cuts))}" if layout.cuts else ""
-        name = f"{in_words(option.dims)}{cut}, {layout.num_micro_batches} micro-batch(es)"
+        count = counted(layout.num_micro_batches, "micro-batch")
+        name = f"{in_words(option.dims)}{cut}, {count}"
         watch(len(rows) + 1, len(wanted), name)
         seconds, peak_bytes = _timed(config, option)
         rows[index] = Row(option=option, seconds=seconds, peak_bytes=peak_bytes)

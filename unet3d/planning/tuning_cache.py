@@ -14,6 +14,7 @@ import torch
 
 from unet3d import __version__
 from unet3d.config import Config
+from unet3d.errors import counted
 from unet3d.inputs.plain_data import key_of
 from unet3d.planning.memory_estimate import Step
 from unet3d.preparation.cache import Cache
@@ -105,9 +106,9 @@ def resolve_auto(config: Config, step: Step) -> Config:
     if choice is not None:
         num_micro_batches, cuts = choice.num_micro_batches, choice.cuts or "auto"
         logger.info(
-            "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a "
-            "step); --micro-batches or parallel.cuts would overrule it",
-            choice.num_micro_batches,
+            "using %s%s, the fastest that plan --measure found on %s (%.1f ms a step); "
+            "--micro-batches or parallel.cuts override it",
+            counted(choice.num_micro_batches, "micro-batch"),
             f" and parallel.cuts={','.join(map(str, choice.cuts))}" if choice.cuts else "",
             choice.measured,
             1000 * choice.step_seconds,

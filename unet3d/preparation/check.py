@@ -11,7 +11,7 @@ import numpy.typing as npt
 from unet3d.config import Spacing
 from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
-from unet3d.errors import VolumeError, some
+from unet3d.errors import VolumeError, counted, some
 from unet3d.images.files import is_volume_file, members, times, volume_stem, volume_suffix
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
 from unet3d.images.image import open_image
@@ -140,7 +140,9 @@ class _CaseCheck:
         known = [self.headers[path].num_channels for path in images if path in self.headers]
         if len(known) == len(images) and sum(known) != len(names):
             named = f"dataset.json names {len(names)}: {some(names)}"
-            self.error(f"{images[0]} has {sum(known)} channel(s) but {named}; correct one of them")
+            self.error(
+                f"{images[0]} has {counted(sum(known), 'channel')}, but {named}; correct one of them"
+            )
         readable = list(self.headers.values())
         for header in readable[1:]:
             disagreement = same_grid(readable[0], header)
@@ -177,7 +179,7 @@ class _CaseCheck:
         """Return percentiles of each channel of a file; if voxels are not finite, note an error."""
         num_wrong = image.size - int(np.count_nonzero(np.isfinite(image)))
         if num_wrong:
-            many = f"{num_wrong} voxels of {image.size} that are NaN or infinite"
+            many = f"{num_wrong} of {counted(image.size, 'voxel')} that are NaN or infinite"
             self.error(f"{path} has {many}; replace them, for example by 0")
             return {}
         found = {first + number: intensities_of(array) for number, array in enumerate(image)}
@@ -191,8 +193,8 @@ class _CaseCheck:
         unknown = sorted(found.keys() - class_of.keys())
         if unknown:
             self.error(
-                f"{self.case.label} holds the value(s) {some(unknown)}, but dataset.json names "
-                f"{some(list(class_of))}; correct one of them"
+                f"{self.case.label} holds values that dataset.json does not name: {some(unknown)} "
+                f"(it names {some(list(class_of))}); correct one of them"
             )
         elif not any(0 < class_of[value] < len(self.dataset.label_values) for value in found):
             what = "background or ignored" if self.dataset.ignore_value in found else "background"

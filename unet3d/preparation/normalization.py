@@ -114,7 +114,7 @@ def measured(
     num_wrong, count, mean, squares = moments.T
     if num_wrong.any():
         raise VolumeError(
-            f"the image has {int(num_wrong.sum())} voxels of {math.prod(image.shape)} that are NaN "
+            f"the image has {int(num_wrong.sum())} of {math.prod(image.shape)} voxels that are NaN "
             "or infinite; replace them, for example by 0"
         )
     # Moments are joined as by Chan, Golub and LeVeque, without cancellation for a large mean.

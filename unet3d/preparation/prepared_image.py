@@ -13,7 +13,7 @@ import torch
 
 from unet3d.config import Shape, Spacing
 from unet3d.datasets.labels import class_indices
-from unet3d.errors import VolumeError
+from unet3d.errors import VolumeError, counted
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
@@ -42,7 +42,7 @@ class PreparedImage:
         channels = preprocessing.channels
         if image.num_channels != len(channels):
             raise VolumeError(
-                f"the image has {image.num_channels} channel(s); {len(channels)} are needed: "
+                f"the image has {counted(image.num_channels, 'channel')}, not {len(channels)}: "
                 f"{', '.join(preprocessing.channel_names)}"
             )
         shape, spacing_mm = image.geometry.shape, image.geometry.spacing_mm

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
+from unet3d.errors import counted
 from unet3d.images.files import times
 from unet3d.memory.host import readable
 from unet3d.reports.tables import PART_HEADS, Table, amount, bar_parts, memory_notes, unit_of
@@ -93,13 +94,13 @@ def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
     """Return lines on a scan's memory on device and host, from ``PredictionMemory.to_dict``."""
     parts = {
         "the program and the network": record["program_bytes"],
-        "the slab that is worked on": record["slab_bytes"],
-        "voxels that are unpacked": record["voxel_bytes"],
+        "the slab being computed": record["slab_bytes"],
+        "unpacked voxels": record["voxel_bytes"],
         "labels": record["label_bytes"],
     }
     said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items() if size)
     lines = [
-        f"{name}: {record['num_windows']} windows of {times(record['window'])} voxels, "
+        f"{name}: {counted(record['num_windows'], 'window')} of {times(record['window'])} voxels, "
         f"{min(record['windows_at_a_time'], record['num_windows'])} at a time",
     ]
     if record["device_bytes"]:
@@ -112,10 +113,11 @@ def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
     if record["scratch_bytes"]:
         lines.append(
             f"host with --scratch DIR: {readable(record['scratch_host_bytes'])}, and "
-            f"{readable(record['scratch_bytes'])} of that disk"
+            f"{readable(record['scratch_bytes'])} on the disk of DIR"
         )
     if record["host_bytes"] > record["host_available_bytes"]:
         lines.append(
-            f"this machine has {readable(record['host_available_bytes'])} available, which is less"
+            f"the scan does not fit: this machine has only "
+            f"{readable(record['host_available_bytes'])} available"
         )
     return lines

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from unet3d.errors import some
+from unet3d.errors import counted, some
 from unet3d.images.units import Units
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def evaluation_lines(evaluation: "Evaluation", is_default_tolerance: bool) -> li
 def dice_table(final: Mapping[str, Any]) -> Table:
     """Return the Dice of each label and their mean, from ``final`` in a run's ``summary.json``."""
     return Table(
-        title=f"Dice of {final['num_cases']} validation case(s), segmented as predict does",
+        title=f"Dice of {counted(final['num_cases'], 'validation case')}, as from unet3d predict",
         heads=("label", "Dice"),
         groups=[list(final["dice"].items()), [("mean", final["mean_dice"])]],
     )
@@ -287,8 +287,11 @@ def folds_table(summary: Mapping[str, Any]) -> Table:
     ]
     means = [folds[fold]["final_mean_dice"] for fold in shown]
     return Table(
-        title=f"Validation Dice of {len(folds)} folds",
+        title=f"Validation Dice of {counted(len(folds), 'fold')}",
         heads=("label", *(f"fold {fold}" for fold in shown), "mean", "spread"),
         groups=[labels, [row("mean", means, summary["final_mean_dice"])]],
-        notes=[f"In training, mean of the best networks: {score(summary['best_dice']['mean'])}."],
+        notes=[
+            "Mean of the best validation Dice during training: "
+            f"{score(summary['best_dice']['mean'])}."
+        ],
     )

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from unet3d.errors import counted
 from unet3d.images.files import times
 from unet3d.reports.figures import LINES, WIDTH_INCHES, legend_beside, tidy
 from unet3d.reports.tables import CPU_BOUND, NOTHING, Table, amount, unit_for
@@ -47,8 +48,8 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
             for name, rows in _lines(record)
         ],
         notes=[
-            "*: the fastest. Times are medians of the slowest rank; the ratio is to the best step "
-            "of one device; the peak is that of the fullest device.",
+            "*: the fastest. Times are medians of the slowest rank. The ratio compares with the "
+            "fastest step of one device. The peak is that of the device with the highest peak.",
             *[CPU_BOUND] * any("cpu" in row["devices"] for row in record["rows"]),
         ],
     )
@@ -97,7 +98,7 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
     chosen = next((row for row in record["rows"] if row["chosen"]), None)
     one = record["best_one_device_seconds"]
     if fastest is not None and chosen is None:
-        lines.append(f"Only one device, {fastest['devices'][0]}, has the memory for it.")
+        lines.append(f"The step fits only on one device, {fastest['devices'][0]}.")
     elif fastest is not None and chosen is not None and fastest is not chosen:
         lines.append(
             f"One device is faster here: {1000 * fastest['seconds']:.1f} ms a step on "
@@ -110,12 +111,13 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
         if one is not None and fastest["parallel"] != "none":
             against = f" against {1000 * one:.1f} on one device"
         lines.append(
-            f"The fastest is {_name(fastest)}, with {fastest['num_micro_batches']} "
-            f"micro-batch(es): {1000 * fastest['seconds']:.1f} ms a step{against}."
+            f"The fastest is {_name(fastest)}, with "
+            f"{counted(fastest['num_micro_batches'], 'micro-batch')}: "
+            f"{1000 * fastest['seconds']:.1f} ms a step{against}."
         )
     if record["num_left_out"]:
         lines.append(
-            f"There was no time for {record['num_left_out']} of "
+            f"Not measured, because time was up: {record['num_left_out']} of "
             f"{len(record['rows']) + record['num_left_out']} settings."
         )
     return lines

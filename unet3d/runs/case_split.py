@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from unet3d.errors import some
+from unet3d.errors import counted, some
 from unet3d.inputs.plain_data import at_most, key_of, printable
 
 if TYPE_CHECKING:  # prediction reads a checkpoint with a split, but needs no data set
@@ -85,4 +85,5 @@ def content_of(case: "Case", cache: "Cache") -> str:
 
 
 def _phrase(names: set[str], words: str) -> str:
-    return f"{len(names)} case(s) {words} ({some([*map(printable, sorted(names))], MAX_NAMED)})"
+    listed = some([*map(printable, sorted(names))], MAX_NAMED)
+    return f"{counted(len(names), 'case')} {words} ({listed})"

@@ -25,7 +25,7 @@ from unet3d.atomic import (
     remove_leftovers,
     write_atomically,
 )
-from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.errors import CheckpointError, ConfigError, counted, reason_of
 from unet3d.inputs.reading import read_json
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class RunFolder:
                 lines += [line] if type(line["epoch"]) is int and line["epoch"] > 0 else []
         if len(lines) < len(finished):
             num_damaged = len(finished) - len(lines)
-            logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
+            logger.warning("%s: left out %s", self.metrics, counted(num_damaged, "damaged line"))
         return lines
 
 

@@ -24,6 +24,7 @@ from unet3d import __version__
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels, label_of, values_of
+from unet3d.errors import counted
 from unet3d.images.image import open_image
 from unet3d.images.labels import on_grid_of, read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
@@ -100,8 +101,8 @@ class FinalValidation:
             return None
         began = time.monotonic()
         logger.info(
-            "segmenting %d validation case(s) with the final network in %s",
-            len(cases),
+            "segmenting %s with the final network in %s",
+            counted(len(cases), "validation case"),
             self._precision,
         )
         with self._unfinished() as folder:

@@ -14,7 +14,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import DoesNotFitError, counted
 from unet3d.images.files import times
 from unet3d.interruption import Interrupted
 from unet3d.memory.host import is_out_of_memory
@@ -270,15 +270,16 @@ def _say_how_it_is_trained(context: RunContext, step: Step) -> None:
         "network: %d to %d channels on %d levels, %.3g million weights",
         *(channels[0], channels[-1], len(channels), num_weights / 1e6),
     )
-    logger.info("each step: %d patch(es) of %s voxels", step.settings.num_patches, times(step.size))
+    patches = counted(step.settings.num_patches, "patch")
+    logger.info("each step: %s of %s voxels", patches, times(step.size))
     devices_in: dict[str, list[str]] = {}
     for device in dims.all_devices:
         devices_in.setdefault(precision_on(device, context.precision), []).append(str(device))
     where = " and ".join(f"{', '.join(names)} in {name}" for name, names in devices_in.items())
     logger.info("runs on: %s%s", where, SPREAD[dims.mode])
     logger.info(
-        "length: %d epoch(s) of %d steps; the first one tells how long they take",
-        *(training.epochs, training.steps_per_epoch),
+        "length: %s of %s; the first epoch tells how long they take",
+        *(counted(training.epochs, "epoch"), counted(training.steps_per_epoch, "step")),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from unet3d.config import Config
 from unet3d.config.configuration import in_yaml
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import CheckpointError, ConfigError, counted
 from unet3d.inputs.plain_data import is_close
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.case_split import CaseSplit
@@ -63,10 +63,10 @@ class Past:
         self._refuse(_changed(before, now, FIXED))
         done, epochs = self.state.epoch, config.training.epochs
         if epochs < done + (self.state.step > 0):
-            part = f" and {self.state.step} steps" if self.state.step else ""
+            part = f" and {counted(self.state.step, 'step')}" if self.state.step else ""
             raise ConfigError(
-                f"training.epochs is {epochs}, but {self.folder.path} has done {done} epoch(s)"
-                f"{part} already; give more"
+                f"training.epochs is {epochs}, but {self.folder.path} has already done "
+                f"{counted(done, 'epoch')}{part}; give more"
             )
 
     def check_experiment(self, experiment: Experiment) -> None:

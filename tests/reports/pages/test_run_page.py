@@ -97,7 +97,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     page = Page(run_page(write_run(tmp_path, **dict.fromkeys([*late, *of_validation]))))
     assert_closed(page)
     text = page.text
-    assert "Not finished: 4 of 4 epochs are done." in text
+    assert "Not finished: 4 of 4 epochs done." in text
     assert "Dice of the validation in epoch 4" in text
     assert page.cells("tumour") == ["tumour", "0.250"]
     assert "Memory has not been measured yet." in text and "Pictures" not in text
@@ -207,9 +207,9 @@ def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path):
     page = Page(folds_page(folder, folder / "report.html", [2]))
     assert_closed(page)
     assert page.links == ["fold2/report.html"]
-    assert "all folds: 2 folds" in page.text and "2 of 2 folds have ended." in page.text
+    assert "all folds: 2 folds" in page.text and "Finished: 2 of 2 folds." in page.text
     assert "final networks of 2 folds" in page.text
-    assert page.cells("fold 0") == ["fold 0", "0.547", "4", "1 h 02 min", "not begun"]
+    assert page.cells("fold 0") == ["fold 0", "0.547", "4", "1 h 02 min", "not started"]
     assert page.cells("fold 2")[-1] == "report of fold 2"
     assert page.cells("liver") == ["liver", "0.250", "0.500", "0.375", "0.178"]
     elsewhere = Page(folds_page(folder, tmp_path / "page.html", [2]))
@@ -221,7 +221,7 @@ def test_folds_that_have_not_ended_show_what_there_is(tmp_path):
     write_run(tmp_path / "fold1", **{"summary.json": None})
     page = Page(folds_page(tmp_path, tmp_path / "report.html"))
     assert_closed(page)
-    assert "1 of 2 folds have ended." in page.text
+    assert "Finished: 1 of 2 folds." in page.text
     assert page.cells("fold 0")[1:4] == ["0.547", "4", "1 h 02 min"]
     assert page.cells("fold 1")[1:4] == ["–", "–", "–"]
     assert "when all folds have finished" in page.text

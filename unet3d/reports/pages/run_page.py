@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from unet3d.errors import CheckpointError, reason_of, some
+from unet3d.errors import CheckpointError, counted, reason_of, some
 from unet3d.images.units import Units
 from unet3d.reports.curves import progress_figure
 from unet3d.reports.pages.page import drawing_of, is_page, picture_of, render
@@ -187,16 +187,16 @@ def _summary(content: Content) -> dict[str, Any]:
     versions = content.get("versions", {}).items()
     facts.append(("versions", ", ".join(f"{name} {one}" for name, one in versions if one)))
     return {
-        "lead": f"Finished after {epochs} epochs, in {seconds}.",
-        "figures": [("time", seconds, f"{epochs} epochs")],
+        "lead": f"Finished after {counted(epochs, 'epoch')}, in {seconds}.",
+        "figures": [("time", seconds, counted(epochs, "epoch"))],
         "facts": facts,
     }
 
 
 def _unfinished(num_epochs: int, settings: Sequence[str] | None) -> str:
     wanted = [line.split()[-1] for line in settings or () if line.startswith("  epochs: ")]
-    of = f" of {wanted[0]}" if wanted else ""
-    return f"Not finished: {num_epochs}{of} epochs are done. It may still be running."
+    done = f"{num_epochs} of {wanted[0]} epochs" if wanted else counted(num_epochs, "epoch")
+    return f"Not finished: {done} done. The run may still be training."
 
 
 def _metrics(lines: Sequence[Content]) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _metrics(lines: Sequence[Content]) -> dict[str, Any]:
     return {
         "num_epochs": num_epochs,
         "curves": drawing_of(progress_figure(lines, "")),
-        "words": f"Loss, validation Dice and learning rate over {num_epochs} epochs; the loss "
-        f"{verb} from {losses[0]:.3f} to {losses[-1]:.3f}",
+        "words": "Loss, validation Dice and learning rate over "
+        f"{counted(num_epochs, 'epoch')}; the loss {verb} from {losses[0]:.3f} to {losses[-1]:.3f}",
         "last": _validation(validated[-1]) if validated else None,
     }
 
@@ -222,8 +222,8 @@ def _validation(line: Content) -> dict[str, Any]:
     return {
         "figures": [("mean Dice", score(line.get("mean_dice")), where)],
         "labels": Table(title="Dice of each label", heads=("label", "Dice"), groups=[rows]),
-        "labels_are": "The validation cases were not predicted with the final network. Dice of the "
-        f"{where}:",
+        "labels_are": "The final network has not segmented the validation cases. The Dice below is "
+        f"from the {where}.",
     }
 
 
@@ -245,14 +245,18 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
         known = [(one["dice"], label) for label, one in labels.items() if one["dice"] is not None]
         return [f"{name_of(min(known)[1])} {score(min(known)[0])}" if known else ""]
 
-    figures = [("mean Dice", score(content["mean_dice"]), f"{len(cases)} case(s), final network")]
+    figures = [
+        ("mean Dice", score(content["mean_dice"]), f"{counted(len(cases), 'case')}, final network")
+    ]
     for key, what, text in (
         ("hd95_mm", "mean HD95", units.length_text),
         ("nsd", "mean NSD", score),
     ):
         known = [one[key] for one in means.values() if one[key] is not None]
         if known:
-            figures.append((what, text(sum(known) / len(known)), f"of {len(known)} labels"))
+            figures.append(
+                (what, text(sum(known) / len(known)), f"of {counted(len(known), 'label')}")
+            )
     kept = [
         some([name_of(str(value)) for value in one["largest_component_of"]])
         for one in content["postprocessing"]
@@ -278,8 +282,8 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
                 ]
             ],
         ),
-        "labels_are": "Means over the validation cases, as unet3d predict segments them with the "
-        "final network."
+        "labels_are": "Means over the validation cases, segmented with the final network as by "
+        "unet3d predict."
         + (f" Only the largest component is kept of {'; of '.join(kept)}." if kept else ""),
         "cases": Table(
             title="Dice of each case",
@@ -321,7 +325,7 @@ def folds_page(
     rows = []
     for fold, run in runs.items():
         found = part_of(run.summary, _of_fold, notes) or (None, NOTHING, NOTHING)
-        link = "not begun"
+        link = "not started"
         if fold in pages:
             address = os.path.relpath(pages[fold].absolute(), output.absolute().parent)
             link = Markup('<a href="{}">report of fold {}</a>').format(
@@ -333,8 +337,8 @@ def folds_page(
         "folds.html",
         styles=["templates/page.css"],
         scripts=[],
-        title=f"{folder.absolute().name}: {len(runs)} folds",
-        lead=f"{num_ended} of {len(runs)} folds have ended.",
+        title=f"{folder.absolute().name}: {counted(len(runs), 'fold')}",
+        lead=f"Finished: {num_ended} of {counted(len(runs), 'fold')}.",
         notes=notes,
         figures=summary.get("figures", ()),
         folds=Table(title="The folds", heads=heads, groups=[rows]),
@@ -345,7 +349,7 @@ def folds_page(
 def _of_folds(content: Content) -> dict[str, Any]:
     """Return the mean Dice and the table of labels in ``summary.json`` over folds."""
     mean = content["final_mean_dice"]
-    whose = f"final networks of {mean['num_folds']} folds"
+    whose = f"final networks of {counted(mean['num_folds'], 'fold')}"
     return {"figures": [("mean Dice", score(mean["mean"]), whose)], "labels": folds_table(content)}
 
 
