@@ -69,7 +69,8 @@ def test_the_page_of_a_training_that_goes_on_is_made_again_and_again(folder, fin
         lines = [{"epoch": epoch + 1, "loss": 1.0} for epoch in range(num_epochs)]
         (finished / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
         assert run("report", finished) == 0
-        assert f"Not finished: {num_epochs} epochs are done." in page.read_text()
+        plural = "" if num_epochs == 1 else "s"
+        assert f"Not finished: {num_epochs} epoch{plural} done." in page.read_text()
     page.write_text("of somebody else")
     line = refusal(capsys, "report", finished)
     assert f"{page} exists; add --overwrite to replace it" in line
