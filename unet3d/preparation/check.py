@@ -139,10 +139,9 @@ class _CaseCheck:
         images, names = self.case.images, self.dataset.channel_names
         known = [self.headers[path].num_channels for path in images if path in self.headers]
         if len(known) == len(images) and sum(known) != len(names):
+            found = counted(sum(known), "channel")
             named = f"dataset.json names {len(names)}: {some(names)}"
-            self.error(
-                f"{images[0]} has {counted(sum(known), 'channel')}, but {named}; correct one of them"
-            )
+            self.error(f"{images[0]} has {found}, but {named}; correct one of them")
         readable = list(self.headers.values())
         for header in readable[1:]:
             disagreement = same_grid(readable[0], header)
