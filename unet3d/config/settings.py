@@ -296,7 +296,7 @@ class ParallelSettings(Section):
 
 
 class MemorySettings(Section):
-    """What is kept for backward, and where."""
+    """What is kept for the backward pass, and where."""
 
     recompute: Annotated[Recompute, OFF] = "norm"
     """What backward recomputes instead of keeping it in memory. norm: normalised features; level:

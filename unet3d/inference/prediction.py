@@ -94,7 +94,8 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment scans, and return the segmentations, old and new; all ranks call it.
 
-    Started processes write to the terminal; if ``say`` is given, it gets their lines instead.
+    Started processes write to the terminal; if ``say`` is given, it gets the lines of their stderr
+    instead, and their stdout is discarded.
 
     Raises Unet3dError, also at the end if some scans could not be segmented.
     """

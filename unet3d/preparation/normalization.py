@@ -91,7 +91,7 @@ class Intensities(NamedTuple):
 def measured(
     image: Image, masks: Sequence[Mask | None], axis: int | None = None
 ) -> list[Intensities]:
-    """Return the intensities of each channel, or refuse an image with NaN or infinity.
+    """Return the intensities of each channel; VolumeError if an image has NaN or infinity.
 
     The voxels inside a channel's mask (X, Y, Z) count, or all. With an axis, the extremes are those
     of each plane along it, and voxels of a plane outside the mask count as having the mean.

@@ -51,7 +51,7 @@ class DeviceAugmentation:
         )
 
     def staging_bytes(self, size: Shape, num_patches: int, slab: range | None = None) -> int:
-        """Return the most bytes that making patches, or slabs of them, takes beside the results.
+        """Return the peak temporary memory, in bytes, of making patches, or slabs of them.
 
         The boxes are freed before filters allocate memory.
         """
