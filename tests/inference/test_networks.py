@@ -31,7 +31,6 @@ def of_preparation(**changes):
     [
         ({"spacing_mm": (1.0, 1.0, 2.5)}, r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \["),
         ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
-        ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
         ({"channel_names": ("MR",)}, r"its channel_names is \['MR'\] instead of \['channel 0'\]"),
         ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
         ({"label_names": ("background", "b")}, r"its label_names is \['background', 'b'\] instead"),
@@ -44,6 +43,11 @@ def test_networks_that_prepare_images_in_another_way_are_refused(changes, words)
         match=f"^network 3 cannot be averaged with network 1: {words}.*, or predict with each",
     ):
         Networks.of(of_preparation(), of_preparation(), of_preparation(**changes))
+
+
+def test_a_network_is_averaged_with_models_of_nnunet_once_it_is_one():
+    with pytest.raises(CheckpointError, match="as nnU-Net does; turn .* convert --to nnunet$"):
+        Networks.of(of_preparation(), of_preparation(interpolation=Interpolation(clips=True)))
 
 
 def test_networks_that_are_averaged_in_another_way_are_refused():

@@ -37,12 +37,19 @@ class Networks:
         self._load = load
         self._loaded: list[Future[Checkpoint]] = []
         for name, other in zip(self.names[1:], self.described[1:], strict=True):
-            differences = _differences(self.described[0].preprocessing, other.preprocessing)
+            preparations = self.described[0].preprocessing, other.preprocessing
+            differences = _differences(*preparations)
             if differences:
-                raise CheckpointError(
-                    f"{name} cannot be averaged with {self.names[0]}: {'; '.join(differences)}; "
+                advice = (
                     "name networks of the same channels, labels and spacing, or predict with each "
                     "of them alone"
+                )
+                if len({one.interpolation.clips for one in preparations}) == 2:
+                    differences = ["one of them resamples as nnU-Net does"]
+                    advice = "turn the other into a model of nnU-Net: unet3d convert --to nnunet"
+                raise CheckpointError(
+                    f"{name} cannot be averaged with {self.names[0]}: {'; '.join(differences)}; "
+                    f"{advice}"
                 )
             wanted, found = (one.config.inference.averaging for one in (self.described[0], other))
             if wanted != found:
