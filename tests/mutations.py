@@ -1,8 +1,8 @@
 """Mutations of valid plain data and of bytes, for property tests of everything that reads files.
 
 ``mutated(draw, tree)`` changes one or a few places of nested dictionaries and lists, ``damaged``
-some bytes. ``UNET3D_EXAMPLES=5000 pytest -m hypothesis`` tries more examples than the usual ones.
-One that takes longer than 60 s fails, and so does a test that takes more than 2 GB (``conftest``).
+some bytes. ``UNET3D_EXAMPLES=5000 pytest -m hypothesis`` tries more examples than usual. A test
+fails if an example takes longer than 60 s, or if the test takes more than 2 GB (``conftest``).
 """
 
 import copy
@@ -25,7 +25,7 @@ HOSTILE: list[Any] = [
     *([], {}, (), [[]], [None], [0, 0, 0], [1, 1, 1, 1], [-1, -1, -1], [10**9, 10**9, 10**9]),
     *([1e-300, 1e300, 1.0], [1] * 100_000, {"": None}, {1: 2}, {"a": {"b": {"c": {"d": []}}}}),
 ]
-"""Values that readers forget about."""
+"""Values that readers often do not expect."""
 
 
 def property_test(test: Callable[..., None], share: float = 1) -> Callable[..., None]:
@@ -100,11 +100,11 @@ def _copied(tree: Any) -> Any:
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(_copied(value) for value in tree)
-    return tree  # tensors and arrays are not changed in place
+    return tree  # tensors and arrays are not mutated
 
 
 def _mutate(draw: st.DrawFn, tree: Any) -> Any:
-    """Change one place, which is reached by going down a random way."""
+    """Change one place, reached by a random path through the tree."""
     is_leaf = not isinstance(tree, dict | list | tuple) or not tree
     if is_leaf or draw(st.integers(0, 9)) == 0:
         return copy.copy(draw(st.sampled_from(HOSTILE)))
@@ -130,5 +130,5 @@ def _mutate(draw: st.DrawFn, tree: Any) -> Any:
     elif kind == "double":
         items.insert(at, items[at])
     else:
-        items = (items * 1000)[:100_000] if len(items) < 1000 else items  # not again and again
+        items = (items * 1000)[:100_000] if len(items) < 1000 else items  # not repeatedly
     return type(tree)(items)

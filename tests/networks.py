@@ -1,4 +1,4 @@
-"""Small networks with random weights: what they segment is noise, but always the same noise."""
+"""Small networks with random weights: their segmentations are noise, but always the same noise."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +34,12 @@ def random_checkpoint(
     topology = Topology(
         in_channels=num_channels, num_classes=num_classes, channels=channels, strides=strides
     )
-    # Not torch.manual_seed, which seeds every GPU too; and a fork of their states must name them.
+    # Not torch.manual_seed, which also seeds every GPU; and fork_rng would need the GPUs' names.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = UNet3d(topology).to(dtype)
     with torch.no_grad():
-        # No class is favoured where all features are alike, so that every class occurs.
+        # If all features are alike, no class is favoured, so every class occurs.
         (head,) = model.decoder.heads
         head.weight -= head.weight.mean(dim=1, keepdim=True)
         head.bias.zero_()
@@ -62,7 +62,7 @@ def random_checkpoint(
 
 
 def reseeded(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """Return a network of the same kind with other weights, and without bias for a class."""
+    """Return a network of the same kind with other weights; biases stay, which favour no class."""
     generator = torch.Generator().manual_seed(seed)
     model = {
         name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
@@ -76,7 +76,7 @@ def reseeded(checkpoint: Checkpoint, seed: int) -> Checkpoint:
 
 
 def write_checkpoint(path: Path, **choices: Any) -> Path:
-    """Write what :func:`random_checkpoint` returns."""
+    """Write the result of :func:`random_checkpoint` to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(random_checkpoint(**choices), path)
     return path
@@ -89,7 +89,7 @@ def place(
     skips_empty: bool = False,
     **more: Any,
 ) -> Predictor:
-    """Return a predictor of one network or of several, on one device or cut over several."""
+    """Return a predictor of one or several networks, on one device or cut over several."""
     mode = more.pop("mode", "model" if len(devices) > 1 else "none")
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
     networks = checkpoint if isinstance(checkpoint, Networks) else Networks.of(checkpoint)
@@ -99,5 +99,5 @@ def place(
 
 
 def set_to(checkpoint: Checkpoint, inference: InferenceSettings) -> Checkpoint:
-    """Return a network that predicts as these settings say."""
+    """Return a network that predicts with these settings."""
     return replace(checkpoint, config=checkpoint.config.model_copy(update={"inference": inference}))

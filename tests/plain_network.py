@@ -1,4 +1,4 @@
-"""The plain network on one device, with which every way of spreading it is compared."""
+"""The plain network on one device, with which every parallel mode is compared."""
 
 import functools
 from dataclasses import replace
@@ -14,15 +14,15 @@ TOLERANCE = 1e-10
 PER_SAMPLE = SegmentationLoss()
 BATCH_DICE = SegmentationLoss(joins_samples=True)
 NESTED = ((1, 2), (2,), (1,))
-"""Regions of the classes of :func:`make_batch`, as many as the network has outputs."""
+"""Regions of the classes of :func:`make_batch`; their number equals the network's outputs."""
 
 _UNITS = {"units": (1, 3, 2), "decoder_units": (3, 1)}
 TRAINED_ELSEWHERE = {**_UNITS, "upsampling_bias": True, "norm_eps": 0.02, "negative_slope": 0.1}
-"""What networks of :func:`make_topology` have only if a checkpoint says so."""
+"""Properties that networks of :func:`make_topology` have only if a checkpoint says so."""
 
 
 def make_topology(**options):
-    """Return a network of three levels; options are settings, or fields of a topology."""
+    """Return a network of three levels; options are settings or fields of a topology."""
     fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
     small = {"deep_supervision": False, "base_channels": 4, "num_levels": 3}
     settings = ModelSettings(**small | options)
@@ -30,7 +30,7 @@ def make_topology(**options):
 
 
 def make_batch(num_samples, dtype=torch.float64, ignores=False):
-    """Return images and targets; where it ignores, a share has no class: all of the last sample."""
+    """Return images and targets; if some voxels are ignored, all of the last sample are."""
     generator = torch.Generator().manual_seed(num_samples)
     image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
     target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
@@ -41,11 +41,11 @@ def make_batch(num_samples, dtype=torch.float64, ignores=False):
 
 
 def make_network(topology):
-    """Return a network in float64 with the weights of seed 1, and biases of upsampling, if any."""
+    """Return a float64 network with the weights of seed 1, and random biases of upsampling."""
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     for name, parameter in model.named_parameters():
-        if name.endswith("up.bias"):  # of 0, nothing would be seen
+        if name.endswith("up.bias"):  # a bias of 0 would have no effect
             nn.init.normal_(parameter)
     return model
 
@@ -54,8 +54,8 @@ def make_network(topology):
 def plain_gradients(topology, num_samples, loss_fn=PER_SAMPLE, ignores=False):
     """Return loss, gradients and network of a step in float64, with the weights of seed 1.
 
-    The whole batch passes through the network, and its loss is taken, at once. All that ask for
-    the same get the same, so none may change it.
+    The whole batch passes through the network at once. Equal calls return the same objects, which
+    must not be changed.
     """
     image, target = make_batch(num_samples, ignores=ignores)
     model = make_network(topology)
@@ -67,7 +67,7 @@ def plain_gradients(topology, num_samples, loss_fn=PER_SAMPLE, ignores=False):
 
 @functools.lru_cache(maxsize=64)
 def plain_logits(topology, num_samples):
-    """Return what the network of :func:`plain_gradients` predicts for the same images."""
+    """Return the prediction of the network of :func:`plain_gradients` for the same images."""
     _, _, model = plain_gradients(topology, num_samples)
     with torch.no_grad():
         return model.eval()(make_batch(num_samples)[0])
@@ -79,7 +79,7 @@ def assert_close(actual, expected, name):
 
 
 def assert_same_in_ranks(by_rank, loss, expected):
-    """See that all ranks have the plain network's loss and, to the bit alike, its gradients."""
+    """Check that all ranks have the plain network's loss and, bit-identical, the same gradients."""
     for own_loss, gradients in by_rank:
         assert abs(own_loss - loss.item()) <= TOLERANCE * loss.item()
         assert_gradients(gradients, expected)
@@ -88,10 +88,10 @@ def assert_same_in_ranks(by_rank, loss, expected):
 
 
 def assert_gradients(found, expected):
-    """See that gradients are those that :func:`plain_gradients` returned."""
+    """Check that gradients equal those of :func:`plain_gradients`."""
     assert list(found) == list(expected)
     for name, value in found.items():
-        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
+        # A bias before a normalisation has no effect: its gradient is rounding error.
         if expected[name].norm() > 1e-12:
             assert_close(value, expected[name], name)
 
@@ -102,9 +102,9 @@ def gradients_of(model):
 
 
 def check_step(topology, num_samples, loss_fn=PER_SAMPLE, ignores=False, **layout):
-    """Take a step in a layout on CPUs, see that it is the plain network's, and return its executor.
+    """Run a step in a layout on CPUs, compare it with the plain network, and return the executor.
 
-    Fields of a layout are given, but for the devices ``num_devices``.
+    Options are fields of the layout; ``num_devices`` stands for its devices.
     """
     loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores)
     image, target = make_batch(num_samples, ignores=ignores)

@@ -84,7 +84,7 @@ def test_activations_are_the_tensors_that_the_layers_keep(
     full, half = 8**3, 4**3
 
     def unit(channels, voxels, is_read=True):
-        """Return what is kept of a unit: the norm's input, statistics, and its result if read."""
+        """Return a unit's saved elements: the norm's input, statistics, and the result if read."""
         result = channels * voxels if is_read and not remakes else 0
         return channels * voxels + 2 * channels + result
 

@@ -1,4 +1,4 @@
-"""A model of nnU-Net as its files have it, with random weights."""
+"""A model of nnU-Net, in its own files, with random weights."""
 
 import copy
 import json
@@ -88,11 +88,11 @@ TOPOLOGY = Topology(
     deep_supervision=True,
     upsampling_bias=True,
 )
-"""The network of the plans, along X, Y, Z of a file."""
+"""The network of the plans, along the axes X, Y, Z of a file."""
 
 
 def random_weights(seed=0):
-    """Return our parameters of the network."""
+    """Return random parameters for our version of the network."""
     torch.manual_seed(seed)
     network = UNet3d(TOPOLOGY)
     for parameter in network.parameters():
@@ -101,14 +101,14 @@ def random_weights(seed=0):
 
 
 def assert_equal(found, expected):
-    """See that weights are the same, by the same names."""
+    """Check that weights have the same names and values."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 def content_of(seed=0, fold=0):
-    """Return what nnU-Net puts into a checkpoint after some epochs on a GPU."""
+    """Return the content of nnU-Net's checkpoint after some epochs on a GPU."""
     axes = order_of(TRANSPOSE_FORWARD)
     weights = with_all_names(to_nnunet(random_weights(seed), TOPOLOGY, axes), has_biases=True)
     return {
@@ -135,7 +135,7 @@ def content_of(seed=0, fold=0):
 
 
 def write_model(folder, *folds):
-    """Write the folder of a model, each fold with weights of its own."""
+    """Write the folder of a model; each fold has its own weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps(PLANS))
     (folder / "dataset.json").write_text(json.dumps(DATASET))
@@ -146,7 +146,7 @@ def write_model(folder, *folds):
 
 
 def archive_of(folder, path, prefix="Dataset001_Phantoms/"):
-    """Write an archive as nnU-Net exports a model."""
+    """Write an archive as nnU-Net's export writes it."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(folder.rglob("*")):
             if file.is_file():
@@ -155,7 +155,7 @@ def archive_of(folder, path, prefix="Dataset001_Phantoms/"):
 
 
 def their_network(topology, axes):
-    """Return nnU-Net's own network of a topology, whose axes are in another order."""
+    """Return nnU-Net's own network for a topology, with the axes in another order."""
     architectures = pytest.importorskip("dynamic_network_architectures.architectures.unet")
     back = inverse_of(axes)
     is_residual = topology.encoder == "residual"

@@ -1,4 +1,4 @@
-"""Models of nnU-Net that are recorded with what it makes of scans, and what it is to agree."""
+"""Recorded models of nnU-Net with nnU-Net's segmentations, and how closely ours must agree."""
 
 import json
 from collections import Counter
@@ -14,14 +14,16 @@ KINDS = ("isotropic", "thick_slices", "regions")
 SUFFIX = ".nii.gz"
 
 MAX_SHARE = 1e-4
-"""Of the voxels of a scan that may differ."""
+"""Largest share of a scan's voxels that may differ."""
 
 MIN_DICE = 0.9995
-"""Of each label, over all scans together."""
+"""Least Dice of each label, over all scans together."""
 
 MAX_VOXELS = 2
-"""That may differ in any case: nnU-Net adds up logits in float16, and a small scan has voxels that
-hang on its last digit."""
+"""Voxels of a scan that may differ in any case.
+
+nnU-Net adds up logits in float16, and their last digit decides some voxels of a small scan.
+"""
 
 
 def model_of(kind):
@@ -45,7 +47,7 @@ def files_of(kind, scan):
 
 
 def recorded(kind, scan, how):
-    """Return what nnU-Net has made of a scan: ``plain``, ``mirrored``, or with a fold alone."""
+    """Return nnU-Net's segmentation of a scan: ``plain``, ``mirrored``, or with a single fold."""
     return nib.load(FOLDER / kind / "segmentations" / how / f"{scan}{SUFFIX}")
 
 
@@ -58,7 +60,7 @@ def labels_of(image):
 
 
 def assert_agree(found, expected):
-    """See that segmentations are the same but for rounding, and in the same place."""
+    """Check that segmentations have the same place, and agree but for rounding."""
     assert found and found.keys() == expected.keys()
     sizes, different = Counter(), Counter()
     for name, image in found.items():

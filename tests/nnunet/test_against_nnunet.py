@@ -1,6 +1,6 @@
-"""Further scans and models, compared with nnU-Net itself where it is installed.
+"""Further scans and models, compared with nnU-Net itself if it is installed.
 
-Its own command segments them in a process of its own, in float32 on the CPU.
+nnU-Net's own command segments them in a new process, in float32 on the CPU.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.recorded.nnunet.phantoms import Scan
 pytest.importorskip("nnunetv2")
 
 MAX_SECONDS = 600
-"""Of nnU-Net's command, on a busy machine."""
+"""Time limit of nnU-Net's command, on a busy machine."""
 
 pytestmark = [
     pytest.mark.nightly,
@@ -35,7 +35,7 @@ COMMAND = "from nnunetv2.inference.predict_from_raw_data import predict_entry_po
 FOLDS = {"isotropic": ("0", "1"), "thick_slices": ("0",), "regions": ("all",)}
 
 NUM_VALUES = {"isotropic": 4, "thick_slices": 3, "regions": 4}
-"""With the background."""
+"""Number of labels of each kind, with the background."""
 
 SCANS = {
     "isotropic": (
@@ -60,7 +60,7 @@ SCANS = {
 }
 
 MEAN_DIFFERENCE, LARGEST_DIFFERENCE = 2e-4, 0.02
-"""Of probabilities: ours are written in float16, and nnU-Net's are of logits in float16."""
+"""Limits for probabilities: we write float16, and nnU-Net computes them from float16 logits."""
 
 
 def write_scans(kind, folder):
@@ -70,14 +70,14 @@ def write_scans(kind, folder):
 
 
 def segment_with_nnunet(model, scans, output, folds, *options):
-    """Run ``nnUNetv2_predict`` where it finds the model among its results."""
+    """Run ``nnUNetv2_predict``, which finds the model in its folder of results."""
     results = output.with_name(f"{output.name}_results")
     shutil.copytree(model, results / "Dataset001_Phantoms" / model.name)
     trainer, plans, configuration = model.name.split("__")
     command = (
         *(sys.executable, "-c", COMMAND, "-i", scans, "-o", output, "-d", "Dataset001_Phantoms"),
         *("-tr", trainer, "-p", plans, "-c", configuration, "-f", *folds, "-device", "cpu"),
-        *("-npp", "0", "-nps", "0", *options),  # all in this one process
+        *("-npp", "0", "-nps", "0", *options),  # everything in one process
     )
     variables = {f"nnUNet_{name}": str(results) for name in ("raw", "preprocessed", "results")}
     done = subprocess.run(
@@ -104,7 +104,7 @@ def test_mirrored_scans_and_their_probabilities_are_those_of_nnunet(kind, tmp_pa
     ours.mkdir()
     options = ("--checkpoint", model_of(kind), "--devices", "cpu", "--probabilities", "-o", ours)
     assert run("predict", tmp_path / "scans", *options) == 0
-    # The name of a scan with one channel is that of its file.
+    # A scan with one channel is named after its file.
     ending = "_seg" if kind == "regions" else "_0000_seg"
     assert_agree(loaded(ours, files, ending), loaded(theirs, files))
     for name in files:
@@ -116,7 +116,7 @@ def test_mirrored_scans_and_their_probabilities_are_those_of_nnunet(kind, tmp_pa
 
 
 def resampling(**changes):
-    """Return what changes how images and logits are resampled."""
+    """Return changes of the plans that resample images and logits in another way."""
 
     def change(plans, plan):
         plan["resampling_fn_data_kwargs"] |= changes
@@ -128,7 +128,7 @@ def resampling(**changes):
 
 
 def without_a_word_of_slices(plans, plan):
-    """Leave whether slices are resampled one by one to the default of nnU-Net's function."""
+    """Leave it to the default of nnU-Net's function whether slices are resampled one by one."""
     for of in ("data", "probabilities"):
         del plan[f"resampling_fn_{of}_kwargs"]["force_separate_z"]
 
@@ -139,7 +139,7 @@ def without_masks(plans, plan):
 
 
 def read_by(reader):
-    """Return what changes how files are read."""
+    """Return changes of dataset.json that read files in another way."""
     return lambda plans, plan: plans.update(image_reader_writer=reader)
 
 

@@ -1,4 +1,4 @@
-"""Archives that are damaged, or made to take much: refused in one line, before much is written."""
+"""Archives that are damaged, or expand to a huge size: refused in one line, at little cost."""
 
 import io
 import struct
@@ -17,11 +17,11 @@ from unet3d.inputs.plain_data import is_printable
 from unet3d.nnunet.model_files import known_as, networks_in
 
 CHECKPOINT = "model/fold_0/checkpoint_final.pth"
-NOISE = bytes(range(256)) * 40  # which shrinks, but not as zeros do
+NOISE = bytes(range(256)) * 40  # compressible, but less than zeros
 
 
 def archive_with(path, kind=zipfile.ZIP_DEFLATED, **more):
-    """Write an archive of a model, and of what else is named."""
+    """Write an archive with a model, and further entries."""
     with zipfile.ZipFile(path, "w", kind) as archive:
         archive.writestr("model/plans.json", b"{}")
         archive.writestr(CHECKPOINT, more.pop("checkpoint", NOISE[:3000]))
@@ -93,7 +93,7 @@ def test_no_more_is_written_than_an_entry_declares(tmp_path):
     path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
     content = bytearray(path.read_bytes())
     starts = [content.index(mark, content.index(mark) + 1) for mark in (b"PK\3\4", b"PK\1\2")]
-    for start, at in zip(starts, (22, 24), strict=True):  # of the second entry
+    for start, at in zip(starts, (22, 24), strict=True):  # headers of the second entry
         assert struct.unpack_from("<L", content, start + at) == (10**6,)
         struct.pack_into("<L", content, start + at, 10)
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Which networks a path means."""
+"""Which networks a path selects."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def touched(path):
 
 
 def model_of(folder, *folds):
-    """Make the files of a model, which nobody reads."""
+    """Create the files of a model, with content that is never read."""
     files = [f"fold_{fold}/checkpoint_{which}.pth" for fold in folds for which in ("final", "best")]
     for name in ("plans.json", "dataset.json", *files):
         touched(folder / name)
@@ -40,7 +40,7 @@ def names(paths):
 
 def test_folds_of_a_model(tmp_path):
     model = model_of(tmp_path / NAME, 0, 1, 10, 2, "all")
-    touched(model / "fold_3" / "checkpoint_best.pth")  # has not ended
+    touched(model / "fold_3" / "checkpoint_best.pth")  # training has not ended
     assert names(networks_in(model)) == ["fold_0", "fold_1", "fold_2", "fold_10"]
     assert names(networks_in(model, [2, 0])) == ["fold_2", "fold_0"]
     assert names(networks_in(model / "fold_all")) == ["fold_all"]
@@ -48,7 +48,7 @@ def test_folds_of_a_model(tmp_path):
     best = model / "fold_1" / "checkpoint_best.pth"
     assert networks_in(best) == (best,)
     assert names(networks_in(model / "fold_1")) == ["fold_1"]
-    # The fold on all cases, where there is no other.
+    # The fold on all cases is used if there is no other.
     assert names(networks_in(model_of(tmp_path / "other" / NAME, "all"))) == ["fold_all"]
 
 
@@ -119,7 +119,7 @@ def test_checkpoints_that_are_named_after_folds(tmp_path):
 
 @pytest.fixture
 def stack(tmp_path, monkeypatch):
-    """What removes unpacked archives, which are in the folder ``temporary`` until then."""
+    """An exit stack that removes unpacked archives; they are in the folder ``temporary``."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -138,7 +138,7 @@ def test_an_archive_is_unpacked(tmp_path, stack):
         assert (found[1].parents[1] / name).read_bytes() == (model / name).read_bytes()
     assert not list(temporary.rglob("progress.png"))
     assert names(networks_in(archive, [1], stack)) == ["fold_1"]
-    # It may hold the model without folders.
+    # The archive may hold the model's files at its root.
     path = tmp_path / "other.ZIP"
     shutil.move(shutil.make_archive(str(tmp_path / "other"), "zip", model), path)
     assert known_as(networks_in(path, None, stack)[0]) == path / "fold_0" / "checkpoint_final.pth"

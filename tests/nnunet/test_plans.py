@@ -1,4 +1,4 @@
-"""What plans say, and what of them is refused by name."""
+"""What plans mean, and which plans are refused, with the name of the entry."""
 
 import copy
 from functools import reduce
@@ -22,7 +22,7 @@ def plan_of(plans=PLANS, configuration="3d_fullres"):
 
 
 def test_a_configuration_inherits_from_another():
-    """What else a plan says, ``test_reading`` sees."""
+    """Other entries of plans are tested in ``test_reading``."""
     plan = plan_of(configuration="3d_lowres")
     assert (plan.spacing_mm, plan.topology) == ((2.0, 1.0, 4.0), TOPOLOGY)
 
@@ -126,7 +126,7 @@ def test_without_a_word_slices_are_not_resampled_one_by_one():
     for what, order in (("data", 3), ("probabilities", 1)):
         kwargs = {"is_seg": False, "order": order, "order_z": 0}
         plans["configurations"]["3d_fullres"][f"resampling_fn_{what}_kwargs"] = kwargs
-    # nnU-Net's function has False by default.
+    # The default of nnU-Net's function is False.
     assert (plan_of(plans).interpolation.thick, plan_of().interpolation.thick) == ("never", "auto")
     with pytest.raises(ValueError, match="force_separate_z differs between images and logits"):
         plan_of(of_fullres("resampling_fn_data_kwargs", kwargs))

@@ -1,4 +1,4 @@
-"""Models of nnU-Net as checkpoints: what they say, and what is refused in one line."""
+"""Models of nnU-Net as checkpoints: their content, and files that are refused in one line."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ CONTENT = content_of()
 
 
 def saved(content, folder):
-    """Write a checkpoint without the files of its model, which it has a copy of."""
+    """Write a checkpoint alone; it has a copy of its model's other files."""
     path = folder / "alone" / "fold_0" / "checkpoint_final.pth"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, path)
@@ -56,7 +56,7 @@ def with_plan(**changes):
 
 
 def refusal(path):
-    """Return why a file is refused: one short printable line."""
+    """Return why a file is refused, after checking: one short printable line."""
     with pytest.raises(CheckpointError) as caught:
         load_network(path)
     message = str(caught.value).replace(str(path), "")
@@ -114,7 +114,7 @@ def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path):
 
 def test_normalisations(tmp_path):
     for scheme, is_masked, kind in (
-        ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
+        ("CTNormalization", True, "ct"),  # nnU-Net does not mask CT images
         ("ZScoreNormalization", True, "z-score-inside"),
         ("ZScoreNormalization", False, "z-score"),
         ("NoNormalization", True, "none"),
@@ -137,18 +137,18 @@ def test_regions_and_an_ignore_label(tmp_path):
     assert {one.name: one.values for one in prepared.regions} == values
     assert [one.written for one in prepared.regions] == [1, 2, 3]
     assert prepared.ignore_value == 4
-    # Lists of one value are labels.
+    # Lists of one value are labels, not regions.
     dataset = {**DATASET, "labels": {"background": 0, "organ": [1], "lésion": [2]}}
     content = with_args(dataset_json=dataset) | {"inference_allowed_mirroring_axes": None}
     read = load_network(saved(content, tmp_path))
     assert not read.preprocessing.regions
     assert read.preprocessing.label_values == (0, 1, 2)
-    # Without mirroring there is none.
+    # Training without mirroring means prediction without it.
     assert read.mirror_axes == () and not read.config.inference.tta
 
 
 def with_other_key(*names):
-    """Return the content with a number among the keys below some."""
+    """Return the content with an integer among the keys of a nested dictionary."""
     content = copy.deepcopy(CONTENT)
     place = content
     for name in names:
@@ -212,7 +212,7 @@ def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
     load_network(saved(CONTENT, tmp_path))
     own = to_nnunet(random_weights(), TOPOLOGY, order_of(TRANSPOSE_FORWARD))
     num_bytes = sum(weight.nbytes for weight in own.values())
-    assert asked == [num_bytes]  # once, though the file has most of them by three names
+    assert asked == [num_bytes]  # once, though the file has most weights under three names
     load_network(saved(CONTENT, tmp_path), "description")
     assert asked == [num_bytes]
 
@@ -233,7 +233,7 @@ def test_nothing_in_a_model_is_run(tmp_path, monkeypatch):
 
 
 def assert_refused_or_read(content, folder):
-    """Load a file; if it is taken, its network can be built."""
+    """Load a file; if it is accepted, its network can be built."""
     path = folder / "mutated.pth"
     path.write_bytes(content)
     try:
@@ -260,13 +260,13 @@ def test_mutations_of_the_values(tmp_path_factory, content):
     assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
 
 
-SMALL = io.BytesIO()  # a checkpoint that is mostly archive and pickle
+SMALL = io.BytesIO()  # a checkpoint that is mostly archive and pickle, not weights
 torch.save({**CONTENT, "network_weights": {"a": torch.ones(2)}}, SMALL)
 with zipfile.ZipFile(SMALL) as small:
     ENTRIES = {name: small.read(name) for name in small.namelist()}
 
 
-# pickletools decodes text with escapes before the step is refused.
+# pickletools decodes escapes in text before our check refuses the pickle.
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
 @partial(property_test, share=0.4)
 @given(damaged(ENTRIES["archive/data.pkl"]))

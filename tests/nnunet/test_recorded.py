@@ -1,4 +1,4 @@
-"""Models of nnU-Net segment as nnU-Net did; ``tests/recorded/nnunet`` says what was recorded."""
+"""Models of nnU-Net segment like nnU-Net did; see README.md in ``tests/recorded/nnunet``."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def test_a_model_segments_as_nnunet_does(kind):
     segmenter = unet3d.load(model_of(kind), devices="cpu", tta=False)
     found = {scan: segmenter.segment(files_of(kind, scan)) for scan in scans_of(kind)}
     assert_agree(found, all_recorded(kind, "plain"))
-    with pytest.raises(AssertionError):  # so that an error as small is seen
+    with pytest.raises(AssertionError):  # such a small error is detected
         assert_agree(found, all_recorded(kind, "mirrored"))
     said = json.loads((model_of(kind) / "dataset.json").read_text())
     assert segmenter.channel_names == tuple(said["channel_names"].values())
@@ -84,7 +84,7 @@ def test_the_network_gives_the_logits_of_nnunets(kind):
     checkpoint = load_network(path)
     network = UNet3d(checkpoint.topology)
     network.load_state_dict(checkpoint.model)
-    # Axis a of nnU-Net's network is the transposed one of the axes of the file in reverse.
+    # Axis a of nnU-Net's network is axis transpose_forward[a] of the file's axes in reverse order.
     of_file = [2 - axis for axis in plans["transpose_forward"]]
     to_ours = (0, 1, *(2 + of_file.index(axis) for axis in range(3)))
     to_theirs = (0, 1, *(2 + axis for axis in of_file))

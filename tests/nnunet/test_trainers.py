@@ -1,4 +1,4 @@
-"""Which trainers keep the network of the plan."""
+"""Which of nnU-Net's trainers use the network of the plans unchanged."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""Weights by both names, against nnU-Net's own networks where they are installed."""
+"""Weights under our and nnU-Net's names, against nnU-Net's own networks if they are installed."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ ORDERS = [(0, 1, 2), (2, 0, 1), (1, 0, 2)]
 
 
 def random_network(topology):
-    """Return a network in which no parameter is what it begins with."""
+    """Return a network in which no parameter has its initial value."""
     torch.manual_seed(0)
     network = UNet3d(topology)
     for parameter in network.parameters():
@@ -50,7 +50,7 @@ def test_nnunets_network_has_the_names_that_are_written_and_our_logits(topology,
     assert_equal(from_nnunet(read, topology, axes), ours.state_dict())
     size = tuple(3 * stride for stride in topology.total_stride)
     image = torch.randn(1, topology.in_channels, *size, dtype=torch.float64)
-    # The axes of a file, as nnU-Net's readers and its transpose_forward put them.
+    # The axes of a file as nnU-Net's readers and its transpose_forward order them.
     turn = (0, 1, *(4 - axis for axis in transpose_forward))
     with torch.inference_mode():
         expected = theirs.double().eval()(image.permute(turn))

@@ -1,4 +1,4 @@
-"""Networks of ours as models of nnU-Net: what is written, and what cannot be."""
+"""Our networks as models of nnU-Net: the files that are written, and networks that cannot be."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ GROUPS = replace(TOPOLOGY, norm="group", upsampling_bias=False)
 
 
 def trained(**changes):
-    """Return a checkpoint that nnU-Net can do, but for changes of its preparation."""
+    """Return a checkpoint that nnU-Net can run, except for these changes of its preparation."""
     values = {
         "spacing_mm": (1.0, 0.5, 3.0),
         "channels": (CT, ChannelNormalization(kind="z-score-inside")),
@@ -76,7 +76,7 @@ def test_it_is_read_again(tmp_path):
     for name in ("topology", "patch_size", "mirror_axes"):
         assert getattr(read, name) == getattr(checkpoint, name)
     wanted = checkpoint.preprocessing
-    # nnU-Net clips what is resampled to the range of the image, and has a least deviation.
+    # nnU-Net clips resampled images to the original range, and has a smallest deviation.
     clips = replace(wanted.interpolation, clips=True)
     channels = (CT, replace(wanted.channels[1], least_std=1e-8))
     assert read.preprocessing == replace(wanted, interpolation=clips, channels=channels)
@@ -84,7 +84,7 @@ def test_it_is_read_again(tmp_path):
 
 
 def of_regions(*values):
-    """Return a network of regions."""
+    """Return a network with regions."""
     regions = [Region(name=f"of {one}", values=one, written=n + 1) for n, one in enumerate(values)]
     topology = replace(TOPOLOGY, num_classes=2)
     weights = UNet3d(topology).state_dict()

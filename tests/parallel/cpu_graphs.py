@@ -1,4 +1,4 @@
-"""CUDA graphs for a CPU: operations are noted as they run, and run again on the same memory."""
+"""CUDA graphs emulated on a CPU: operations are recorded, and replayed on the same memory."""
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class RecordedOperations(TorchDispatchMode):
-    """Notes every operation in its context."""
+    """Records every operation in its context."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class RecordedOperations(TorchDispatchMode):
 
 
 class CpuGraphPool:
-    """The graphs of a CPU; nothing is freed, so no memory is used twice."""
+    """The graphs of a CPU; nothing is freed, so no memory is reused."""
 
     num_captured = 0
     is_capturing = False

@@ -1,4 +1,4 @@
-"""What the ranks of test_replicas.py do: gradients of their shares of batches, or of slabs."""
+"""What the ranks of test_replicas.py do: gradients of shares of batches, or of slabs."""
 
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ from unet3d.patches.loader import share_of
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 CASES = (
-    # replicas, shards, samples of the batch, stages, micro-batches, whether their sums are joined,
-    # options; in all with joined sums a part of the voxels is ignored
+    # replicas, shards, samples of the batch, stages, micro-batches, whether the loss joins the sums
+    # of samples (batch Dice), options; with joined sums some voxels are ignored
     (2, 1, 5, 1, 1, False, {}),
     (3, 1, 5, 1, 3, False, RESIDUAL),
     (3, 1, 2, 1, 1, False, {}),
@@ -61,10 +61,10 @@ CASES = (
     (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
 )
 WAYS = ("captured", "overlaps", "adds")
-"""Options of how steps are taken; the others are those of a topology."""
+"""Options for how steps are run; the other options are those of a topology."""
 STEPS = 2
 GROUPS = []
-"""Whose sums are taken; the last one's."""
+"""Process groups over which sums are taken; the last one is current."""
 CAPTURED_STEPS = NUM_WARM_UP_STEPS + 3
 
 GPU_SIZE = (96, 64, 64)
@@ -72,14 +72,14 @@ GPU_CASES = (
     {"autocast": None, "recompute": "level"},
     {"autocast": torch.bfloat16},
     {"autocast": torch.bfloat16, "offload": "skips"},
-    {"autocast": torch.bfloat16, "num_replicas": 2},  # of batch Dice, in whose graph is a message
-    {"autocast": torch.bfloat16, "triton": False},  # which the second rank cannot compile
-    {"autocast": torch.bfloat16, "by_hand": False},  # nor the convolutions
+    {"autocast": torch.bfloat16, "num_replicas": 2},  # batch Dice, with a message in the graph
+    {"autocast": torch.bfloat16, "triton": False},  # Triton does not compile in the second rank
+    {"autocast": torch.bfloat16, "by_hand": False},  # the second rank has no hand-written ones
 )
 
 
 def slab_of(layout, topology, *tensors):
-    """Return the planes that a shard has of images (N, C, X, Y, Z) and targets (N, X, Y, Z)."""
+    """Return a shard's planes of images (N, C, X, Y, Z) and targets (N, X, Y, Z)."""
     rule = division.SlabRule(topology=topology, num_shards=layout.num_shards)
     slab, device = rule.slab(layout.shard, tensors[-1].shape[1:]), layout.devices[0]
     return [one.narrow(one.dim() - 3, slab.start, len(slab)).to(device) for one in tensors]
@@ -95,19 +95,19 @@ def sum_over_ranks(sums: Tensor) -> Tensor:
 
 
 def recorded_total(own, sums):
-    """Stand for the exchange's own, which a GPU captures."""
+    """Replacement for the exchange's own method, which a GPU captures."""
     GROUPS.append(own._groups[own._stages[0].slot.index])
     return sum_over_ranks(sums)
 
 
 def recorded_mean(own, flat, kind, group):
-    """Stand for the message of gradients, which a GPU captures."""
+    """Replacement for the message of gradients, which a GPU captures."""
     GROUPS.append(group)
     flat.copy_(sum_over_ranks(flat))
 
 
 def watched_pieces(own):
-    """Return a list that gets, of each piece that is sent, how many gradients were missing then."""
+    """Return a list that gets, whenever a piece is sent, the number of gradients still missing."""
     send, sent = own._send, []
 
     def watched(piece):
@@ -119,7 +119,7 @@ def watched_pieces(own):
 
 
 def take_steps(folder, group, number):
-    """Take steps on a share of the batch, and keep losses and gradients."""
+    """Run steps on a share of the batch, and keep losses and gradients."""
     is_captured = CASES[number][-1].get("captured", False)
     with pytest.MonkeyPatch.context() as patch:
         if is_captured:
@@ -141,7 +141,7 @@ def take_steps_on_share(folder, group, number):
     loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
     rank, topology = group.ranks.rank, make_topology(**options)
     model = make_network(topology)
-    if rank > 0:  # every rank begins with weights of its own: the first one's must win
+    if rank > 0:  # each rank begins with its own weights, which the first rank's must replace
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter))
@@ -174,10 +174,10 @@ def take_steps_on_share(folder, group, number):
         (total,) = group.sum([terms.total.item() * share])
         added = {name: p - before.get(name, 0) for name, p in gradients_of(model).items()}
         steps.append((total, added))
-    if overlaps:  # some while others were still missing, and the last when none was
+    if overlaps:  # some pieces before all gradients were there, the last one after
         assert len(sent) > 3 * STEPS and max(sent) > 0 and sent[-1] == 0
     model.zero_grad()
-    if num_shards == 1:  # as a step that a GPU has replayed
+    if num_shards == 1:  # like a step that a GPU has replayed
         with executor.exchange.averaging():
             for stage in executor.stages:
                 for parameter in (p for block in stage.blocks for p in block.module.parameters()):
@@ -187,7 +187,7 @@ def take_steps_on_share(folder, group, number):
 
 
 def gpu_gradients(layout, group=None, *, joins_samples=False):
-    """Return loss and gradients of a network whose finest maps are folded, the last ones whole."""
+    """Return loss and gradients of a network with folded large maps and whole lowest levels."""
     settings = ModelSettings(channels=(32, 64, 64, 64), deep_supervision=False)
     torch.manual_seed(1)
     model = UNet3d(plan_topology(settings, GPU_SIZE, (1.0, 1.0, 1.0), 1, 3))
@@ -201,7 +201,7 @@ def gpu_gradients(layout, group=None, *, joins_samples=False):
     batch = slab_of(layout, model.topology, image, target)
     planes = GPU_SIZE[0] if layout.num_shards > 1 else None
     loss_fn = SegmentationLoss(joins_samples=joins_samples)
-    for _ in range(6):  # the last ones are replayed, where steps are captured
+    for _ in range(6):  # if steps are captured, the last ones are replayed
         model.zero_grad(set_to_none=False)
         terms = executor.forward_backward(*batch, loss_fn, planes=planes)
     if layout.num_replicas > 1:
@@ -210,7 +210,7 @@ def gpu_gradients(layout, group=None, *, joins_samples=False):
 
 
 def share_a_volume(folder, group, number):
-    """Keep what :func:`gpu_gradients` returns of a slab."""
+    """Keep the results of :func:`gpu_gradients` for a slab."""
     rank = group.ranks.rank
     devices, case = (torch.device("cuda", rank),), {**GPU_CASES[number]}
     has_replicas = "num_replicas" in case

@@ -48,7 +48,7 @@ def make_batch(executor, number, num_samples=2):
 
 
 def train(executor, batches, optimization=None):
-    """Take steps on batches, which are numbers or also how many samples; return all that is new."""
+    """Run steps on batches, given as numbers or also as numbers of samples; return all results."""
     optimization = optimization or Optimization(executor.module, TrainingSettings(), "bfloat16")
     losses = []
     for batch in batches:
@@ -65,10 +65,10 @@ def assert_close(actual, expected, tolerance):
 
 
 def check_replayed_steps(devices, batches=None, **options):
-    """See that steps that are replayed train as launched ones."""
+    """Check that replayed steps train like launched ones."""
     if batches is None:
         batches = [(number, 4) for number in range(NUM_WARM_UP_STEPS + 4)]
-        # A last batch that is smaller, as in every epoch, does not make the capture useless.
+        # A smaller last batch, as in every epoch, does not invalidate the graph.
         batches.insert(NUM_WARM_UP_STEPS + 2, (99, 1))
     replayed = train(make_executor(devices, **options), batches)
     launched = train(make_executor(devices, captures=False, **options), batches)
@@ -143,7 +143,7 @@ def test_another_shape_that_stays_is_captured_instead(device, cpu_graphs):
 
 
 def take_steps(executor, number=NUM_WARM_UP_STEPS + 2, loss=dice_cross_entropy):
-    """Take steps on one batch, and return the gradients, and as one of them the loss."""
+    """Run steps on one batch, and return the gradients with the loss as a further one."""
     batch = make_batch(executor, 1)
     for _ in range(number):
         executor.module.zero_grad()
@@ -170,7 +170,7 @@ def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
 
 
 def test_a_changed_network_is_captured_anew(cpu_graphs):
-    """Other storage, other frozen parameters, another mode: none of it is in the old graphs."""
+    """New storage, other frozen parameters or another mode are not in the old graphs."""
 
     def changed(choice):
         executor = make_executor((CPU, CPU), captures=choice)
@@ -184,7 +184,7 @@ def test_a_changed_network_is_captured_anew(cpu_graphs):
 
 
 class TwoNames(nn.Module):
-    """Has one parameter under two names."""
+    """Has one parameter with two names."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ def shared_by_modules():
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("make", [with_two_names, shared_by_modules])
 def test_a_weight_in_two_places_gets_the_gradient_of_both(make, num_stages, cpu_graphs):
-    """Of two stages on one device, too."""
+    """Also with two stages on one device."""
     replayed, launched = (
         take_steps(parallelize(make(), Layout(devices=(CPU,) * num_stages, captures=choice)))
         for choice in (True, False)
@@ -233,7 +233,7 @@ def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):
     found = take_steps(executor, NUM_WARM_UP_STEPS + 3, loss)
     assert is_captured[0] and found["loss"].isfinite()
     num_captured = cpu_graphs.num_captured
-    train(executor, [(1, 1)] * (NUM_WARM_UP_STEPS + 2))  # another shape, and another loss
+    train(executor, [(1, 1)] * (NUM_WARM_UP_STEPS + 2))  # another shape and another loss
     assert cpu_graphs.num_captured > num_captured
     (record,) = caplog.records
     assert "UNET3D_CUDA_GRAPHS=0 in the" in record.getMessage() and "\n" not in record.getMessage()
@@ -275,7 +275,7 @@ def test_gradients_that_are_there_are_added_to(device, cpu_graphs):
         executor.module.zero_grad()
         once = added()
     assert_close(added(), [2 * gradient for gradient in once], tolerance)
-    for parameter in parameters:  # a gradient of somebody else's making
+    for parameter in parameters:  # gradients that other code made
         parameter.grad = torch.ones_like(parameter)
     assert_close(added(), [1 + gradient for gradient in once], tolerance)
     assert cpu_graphs.num_captured > 0 or device == GPU
@@ -297,7 +297,7 @@ def test_what_is_measured_is_the_launched_step(device, cpu_graphs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_captured_step_takes_little_more_than_a_launched_one(num_slots):
-    """However many micro-batches are captured, they share memory."""
+    """Captured micro-batches share memory, however many there are."""
     settings = ModelSettings(deep_supervision=False)
     topology = plan_topology(settings, (96,) * 3, (1.0,) * 3, 1, 3)
     image = torch.randn(8, 1, 96, 96, 96, device=GPU)

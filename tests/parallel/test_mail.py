@@ -1,4 +1,4 @@
-"""Copies between devices: what crosses, and that no memory is reused while it is still read."""
+"""Copies between devices: values arrive, and memory is not reused while it is still read."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 SIZE = 1 << 20
 LONG = 1_000_000_000
-"""Clock cycles, about half a second: others may use the GPUs too."""
+"""About half a second of a GPU's clock cycles: other programs may use the GPUs, too."""
 
 
 def test_on_one_device_nothing_is_copied_and_the_graph_ends():
@@ -26,7 +26,7 @@ def values_of(seed):
 
 @pytest.fixture
 def streams():
-    # Loading a kernel for the first time waits for those that run.
+    # The first use of a kernel loads it, which waits for running kernels.
     Transfer(torch.full((SIZE,), 0.0, device=GPU), OTHER).wait().add(1)
     torch.cuda.synchronize(GPU)
     torch.cuda.synchronize(OTHER)

@@ -1,7 +1,7 @@
-"""Skips in host memory: the same gradients to the bit, with less kept on the device.
+"""Skips in host memory: bit-identical gradients, with less memory on the device.
 
-On a CPU the real code parks in "host" memory too, where a test lets it: memory is given back, so a
-read at the wrong time finds nothing.
+On a CPU the real code also moves skips to "host" memory, if a test allows it: the original memory
+is freed, so a read at the wrong time finds nothing.
 """
 
 import gc
@@ -44,7 +44,7 @@ def step(executor, num_samples=2):
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder):
     model = UNet3d(make_topology(encoder=encoder, deep_supervision=True))
-    # The lowest features go to the decoder as well, but they are on their way at once.
+    # The decoder reads the lowest features at once, so they stay.
     assert skip_names(model.blocks()) == set(model.encoder.outputs()[:-1])
 
 
@@ -83,7 +83,7 @@ def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeyp
 
 
 class Sizes(MemoryMeter):
-    """Notes what comes and goes."""
+    """Records sizes of memory that is freed and allocated again."""
 
     def __init__(self, executor):
         super().__init__(executor.slots, executor.module)
@@ -117,7 +117,7 @@ def test_a_skip_is_parked_with_the_zeros_around_it():
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
 def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
-    """Or, where it is made again in backward, what it is made from."""
+    """Or, if it is recomputed in backward, its source does."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
@@ -138,7 +138,7 @@ def test_a_cpu_parks_nothing_nor_does_what_runs_again(recompute, monkeypatch):
 
 @pytest.mark.usefixtures("parking_cpu")
 def test_nor_is_what_a_skip_is_made_from_if_that_is_made_again():
-    """As the result of the first convolution is on a GPU: it would come back for nobody."""
+    """Such as the first convolution's result on a GPU: no backward function would read it."""
     planned = make_step((GPU,), (128, 128, 128), precision="bfloat16", model=WIDE, offload="skips")
     planned = replace(planned, topology=replace(planned.topology, units=(1, 2, 2)))
     there = replace(planned, layout=replace(planned.layout, offload="none"))
@@ -208,7 +208,7 @@ def test_the_prediction_counts_it_to_the_byte(num_devices, monkeypatch):
 
 
 class Poison(MemoryMeter):
-    """Fills memory with NaN when it is given back, and when it was just taken again."""
+    """Fills memory with NaN when it is freed, and when it was just allocated again."""
 
     def __init__(self, executor, cycles):
         super().__init__(executor.slots, executor.module)
@@ -225,7 +225,7 @@ class Poison(MemoryMeter):
         torch.cuda._sleep(self.cycles)
         if tensor.untyped_storage().nbytes() > 0:
             tensor.fill_(torch.nan)
-        else:  # the allocator hands out what it was given last
+        else:  # the allocator returns the memory that was freed last
             for _ in range(2):
                 torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
             self.num_poisoned += 1
@@ -243,7 +243,7 @@ def test_no_memory_is_reused_or_read_too_early(num_slots, num_micro_batches, mon
         layout = Layout(devices=(GPU,) * num_slots, cuts=None, **more)
         executor = parallelize(model, layout)
         poison = Poison(executor, 20_000_000)
-        for _ in range(2):  # the second time with pinned memory that was used before
+        for _ in range(2):  # the second time reuses pinned memory
             model.zero_grad()
             image, target = make_batch(3)
             terms = executor.forward_backward(
@@ -258,7 +258,7 @@ def test_no_memory_is_reused_or_read_too_early(num_slots, num_micro_batches, mon
 
 
 def test_an_executor_is_gone_when_nobody_has_it():
-    """Its process groups go with it, which are closed before Python looks for circles."""
+    """Its process groups go with it, which must be closed before the garbage collector runs."""
     executor = parallelize(make_network(make_topology()), Layout(devices=(CPU,), offload="skips"))
     gone = weakref.ref(executor)
     gc.disable()

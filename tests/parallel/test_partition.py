@@ -93,7 +93,7 @@ def test_stages_say_what_they_read_and_what_is_read_of_them():
 
 
 def multiplications(topology, size, composes):
-    """Return the multiplications of the convolutions of each block, by arithmetic."""
+    """Return the multiplications of each block's convolutions, computed by hand."""
     channels, classes, counts = topology.channels, topology.num_classes, {}
     voxels = [math.prod(size) // 8**level for level in range(len(channels))]
     for level, width in enumerate(channels):
@@ -103,7 +103,7 @@ def multiplications(topology, size, composes):
     for level, width in enumerate(channels[:-1]):
         below, num_below = channels[level + 1], voxels[level + 1]
         counts[f"decoder.{level}.skip"] = 27 * width * width * voxels[level]
-        if level in composes:  # a voxel below reaches 4 x 4 x 4; the kernel is made first
+        if level in composes:  # a coarse voxel reaches 4^3 voxels; composing counts
             made = 64 * 27 * below * width * width
             counts[f"decoder.{level}.0"] = 64 * below * width * num_below + made
         else:
@@ -125,7 +125,7 @@ def multiplications(topology, size, composes):
     ],
 )
 def test_stages_share_the_multiplications_that_their_devices_do(kind, autocast, composes):
-    """On GPUs the upsampling of large maps is one convolution, of 64 taps and not 8 times 27."""
+    """On GPUs upsampling and convolution are one, with 64 taps instead of 8 times 27."""
     settings = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
     topology = plan_topology(settings, (128, 128, 128), (1.0, 1.0, 1.0), 1, 3)
     with torch.device("meta"):
@@ -152,6 +152,6 @@ def test_the_flops_are_those_of_the_convolutions_and_nothing_is_computed():
     assert flops["decoder.0.skip"] == 2 * 27 * 4 * 4 * voxels
     assert flops["decoder.0.0"] == 2 * 4 * 8 * 4 * voxels // 4 + 2 * 27 * 4 * 4 * voxels
     assert flops["head"] == 2 * 27 * 4 * 4 * voxels + 2 * 4 * 3 * voxels
-    # Far more than any machine could hold.
+    # More devices than any machine could have.
     block_flops(model, torch.empty(1, 2, 4096, 4096, 4096, device="meta"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -21,7 +21,7 @@ DEEP = Topology(
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_frozen_encoder_is_passed_by(num_micro_batches):
-    """As in fine-tuning: the first stage has nothing to learn."""
+    """Such as in fine-tuning: the first stage has no trainable parameters."""
     model, plain = make_network(DEEP), make_network(DEEP)
     for one in (model, plain):
         one.encoder.requires_grad_(False)
@@ -33,7 +33,7 @@ def test_a_frozen_encoder_is_passed_by(num_micro_batches):
 
 
 def test_dropout_cannot_pass_forward_twice():
-    """Neither for batch Dice, nor where a level is recomputed."""
+    """Batch Dice and recomputed levels both need the same forward pass twice."""
 
     def with_dropout():
         chain = nn.Sequential(nn.Conv3d(1, 3, 1), nn.Dropout3d(0.5), nn.Conv3d(3, 3, 1))
@@ -65,11 +65,11 @@ def test_a_loss_may_leave_out_a_result():
 
 
 class Unit(nn.Sequential):
-    """A block of a user's, which is not taken apart."""
+    """A user's block, which is not divided further."""
 
 
 def chain(inplace):
-    """Return networks that begin with an activation, and have one in front of the last block."""
+    """Return networks that begin with an activation, or have one before the last block."""
     torch.manual_seed(0)
     parts = (
         *(nn.ELU(inplace=inplace), nn.Conv3d(2, 4, 3, padding=1)),
@@ -95,7 +95,7 @@ def test_modules_in_place_change_neither_the_image_nor_what_others_read(cuts, nu
 
 
 class InPlace(nn.Module):
-    """Changes its input without any module that says so."""
+    """Changes its input in place, without a module from which one could tell."""
 
     def forward(self, x):
         return x.mul_(2) + 1

@@ -12,7 +12,7 @@ THREADS = "mode=data data_parallel=true"
 
 
 def machine(num_gpus):
-    """Return a machine that need not be this one: nothing here looks for devices."""
+    """Return a description of a machine; no test here looks for real devices."""
     gpus = ", ".join(f"cuda:{index} (Model {index})" for index in range(num_gpus))
     return Machine(num_gpus=num_gpus, description=f"cpu and {gpus or 'no CUDA GPU'}")
 
@@ -46,7 +46,7 @@ def refusal(num_gpus, ranks, error=DeviceError, **settings):
         (2, "none", "cuda", (GPUS[0],)),
         (2, "model", "0, cuda:1,cpu", (GPUS[0], GPUS[1], CPU)),
         (2, "model", "1,1", (GPUS[1], GPUS[1])),
-        # The default follows the machine.
+        # The default depends on the machine.
         (0, "none", None, (CPU,)),
         (3, "none", None, (GPUS[0],)),
         (0, "model", None, (CPU, CPU)),
@@ -74,7 +74,7 @@ def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is():
         "there are the devices 0,1, but parallel mode none uses one; use --parallel auto, or name "
         "one device"
     )
-    # One GPU is too few to guess a second.
+    # With one GPU the second device cannot be guessed.
     message = refusal(1, None, mode="model")
     assert "cuda:0 (Model 0)" in message and "--devices 0,cpu" in message
     message = refusal(1, None, mode="spatial")
@@ -134,7 +134,7 @@ UNSUITABLE_DEVICES = [
     ),
     ("mode=data devices=0,1", rank_of(0, 2, 0, 1), "needs exactly one"),
     ("mode=model devices=0,1", rank_of(0, 2, 0, 2), "at least two"),
-    # nn.DataParallel takes different GPUs.
+    # nn.DataParallel needs different GPUs.
     (f"{THREADS} devices=0,cpu", None, "needs GPUs, each named once, not cuda:0,cpu"),
     (f"{THREADS} devices=0,0", None, "needs GPUs, each named once, not cuda:0,cuda:0"),
     ("mode=data data_parallel=2 devices=0,1", None, "data_parallel is cuda:2, which is none of"),
@@ -213,7 +213,7 @@ def test_each_shard_has_a_process_and_a_device(num_gpus, devices, num_replicas, 
     ("ranks", "devices", "num_replicas", "own", "group"),
     [
         # Two groups of two on one machine; one group over two machines; and groups of three on
-        # machines of two.
+        # machines with two GPUs.
         (rank_of(3, 4, 3, 4), None, 2, GPUS[3], (1, 1)),
         (rank_of(4, 8, 0, 4), None, 1, GPUS[0], (0, 4)),
         (rank_of(3, 6, 1, 2), None, 2, GPUS[1], (1, 0)),

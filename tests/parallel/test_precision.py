@@ -46,7 +46,7 @@ def test_the_default_precision_is_the_best_that_is_right(monkeypatch):
     ):
         pretend(monkeypatch, 1, capability, cudnn)
         assert default_precision(devices) == expected
-    pretend(monkeypatch, 2)  # one old GPU decides for all
+    pretend(monkeypatch, 2)  # one older GPU decides for all
     capabilities = {GPUS[0]: (9, 0), GPUS[1]: (7, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert (default_precision(GPUS[:1]), default_precision(GPUS)) == ("bfloat16", "float16")
@@ -71,7 +71,7 @@ def test_ranks_that_differ_agree_on_less(monkeypatch):
     pretend(monkeypatch, 1, cudnn=91002)
     with pytest.raises(DeviceError, match="163539"):
         resolve_precision("bfloat16", GPUS[:1])
-    # A GPU of another machine is taken to have it; a CPU computes in it where it has it.
+    # A GPU of another machine is assumed to have bfloat16; a CPU uses it if it has it.
     for has_bfloat16 in (True, False):
         pretend(monkeypatch, 0, cpu_bfloat16=has_bfloat16)
         assert resolve_precision("auto", GPUS[:1]) == "bfloat16"
@@ -87,7 +87,7 @@ def test_what_a_cpu_would_emulate_is_refused(monkeypatch):
         resolve_precision("bfloat16", [CPU])
     with pytest.raises(DeviceError, match="float16 needs a GPU; use training.precision=auto"):
         resolve_precision("float16", [CPU])
-    # Beside a GPU it computes in float32 instead.
+    # A CPU beside a GPU computes in float32 instead.
     pretend(monkeypatch, 1, cpu_bfloat16=False)
     assert resolve_precision("bfloat16", [GPUS[0], CPU]) == "bfloat16"
 
@@ -112,7 +112,7 @@ def test_each_device_lowers_to_what_it_has(monkeypatch):
     ("flags", "expected"), [("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)]
 )
 def test_emulation_is_no_hardware(monkeypatch, flags, expected):
-    """What the processor has is asked of PyTorch, which names it in private functions only."""
+    """PyTorch names the processor's features in private functions only."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "avx512_bf16" in flags)
@@ -129,7 +129,7 @@ def test_the_hardware_is_what_the_kernel_reports():
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """Seconds that a convolution is said to take, and the types that were timed."""
+    """Fake times of a convolution by type, and a list of the types that were timed."""
     seconds, asked = {torch.float32: 0.0138, torch.bfloat16: 0.0294}, []
 
     def time(dtype):
@@ -150,15 +150,15 @@ def test_a_cpu_computes_in_what_it_convolves_faster_in(timed, caplog, tmp_path):
     (line,) = caplog.messages
     assert line.startswith("this CPU computes in float32") and "13.8" in line and "29.4" in line
     seconds[torch.bfloat16] = 0.001
-    assert resolve_precision("auto", [CPU]) == "float32"  # measured once for a processor
+    assert resolve_precision("auto", [CPU]) == "float32"  # measured once per processor
     assert asked == [torch.float32, torch.bfloat16]
     (record,) = tmp_path.glob("unet3d/processors/*.json")
     record.write_text("{}")  # damaged
     assert resolve_precision("auto", [CPU]) == "bfloat16"
     record.write_text("{}")
-    seconds[torch.bfloat16] = 0.8 * seconds[torch.float32]  # not worth its rounding
+    seconds[torch.bfloat16] = 0.8 * seconds[torch.float32]  # too little gain for its rounding
     assert resolve_precision("auto", [CPU]) == "float32"
-    # What is asked for needs no measurement, nor does a CPU without it.
+    # A precision that is set needs no measurement, nor does a CPU without bfloat16.
     assert resolve_precision("bfloat16", [CPU]) == "bfloat16"
     assert len(asked) == 6
 
@@ -215,7 +215,7 @@ def test_what_is_lowered_on_a_gpu_or_convolved_by_onednn_has_its_channels_last(
 
 
 class Formats(TorchDispatchMode):
-    """Notes maps that are channels-first, and operations that change the format of one."""
+    """Records channels-first maps, and operations that change a map's memory format."""
 
     def __init__(self):
         super().__init__()

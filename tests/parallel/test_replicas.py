@@ -1,4 +1,4 @@
-"""Replicas give the gradients of the whole batch on one device, in every rank the same."""
+"""Replicas: each rank gets the gradients of the whole batch on one device."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
 
 def computed(folder, kind, **variables):
-    """Run the ranks, and return the folder of what they have computed."""
+    """Run the ranks, and return the folder with their results."""
     done = warm.run_call(rank_gradients.main, str(folder), kind, timeout=240, **variables)
     assert done.returncode == 0, done.stderr
     return folder
@@ -58,7 +58,7 @@ def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", range(len(GPU_CASES)), ids=lambda case: str(GPU_CASES[case]))
 def test_two_gpus_share_a_volume_or_a_batch(gpu_answers, case):
-    """Launched and replayed, with Triton's kernels, folded maps and levels that are whole."""
+    """Launched and replayed steps, with Triton's kernels, folded maps and whole levels."""
     autocast = GPU_CASES[case]["autocast"]
     one = Layout(devices=GPUS[:1], autocast=autocast, captures=False)
     joins_samples = "num_replicas" in GPU_CASES[case]
@@ -109,7 +109,7 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output, lowered, joins_
         if lowered is None:
             assert_close(actual, expected, "gradients")
         similarity = torch.nn.functional.cosine_similarity(actual, expected, dim=0)
-        assert 1 - similarity <= 5e-2  # each gradient is noisy, but all point the same way
+        assert 1 - similarity <= 5e-2  # single gradients are noisy, but all point the same way
     image, _ = make_batch(1, dtype)
     logits = threads.predict(image.to(GPUS[0]))
     assert logits.device == output

@@ -6,7 +6,7 @@ from unet3d.parallel.stages import Action, one_forward_one_backward
 
 
 def needs(action, num_stages):
-    """What a U-Net's data ask for: forward down the stages, backward up again."""
+    """Return the actions that must precede an action, forward down the stages, backward up."""
     kind, stage = action.kind, action.stage
     if kind == "forward":
         return [action._replace(stage=stage - 1)] if stage else []
@@ -15,7 +15,7 @@ def needs(action, num_stages):
 
 
 def begins_of(actions, num_stages):
-    """Return when each action begins, on devices that take one unit for it, in queued order."""
+    """Return when each action begins, on devices that take one time unit each, in queued order."""
     begins: dict[Action, int] = {}
     free = [0] * num_stages
     for action in actions:
@@ -47,15 +47,15 @@ def test_the_timetable(timetable):
 
 
 def test_every_action_comes_once_and_after_what_it_needs():
-    """And the gradients of micro-batches are added in the same order on every stage."""
+    """Gradients of micro-batches are also added in the same order on every stage."""
     for num_micro_batches, num_stages in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5)):
         actions = list(one_forward_one_backward(num_micro_batches, num_stages))
         assert len(set(actions)) == len(actions) == 2 * num_micro_batches * num_stages
         for stage, kind in itertools.product(range(num_stages), ("forward", "backward")):
             own = [a.micro_batch for a in actions if (a.kind, a.stage) == (kind, stage)]
             assert own == list(range(num_micro_batches))
-        # Queued in the order of their beginnings: no device waits for the process.
+        # Actions are queued in the order in which they begin, so no device waits for the host.
         begins = list(begins_of(actions, num_stages).values())
         assert begins == sorted(begins)
-        if num_stages <= 2:  # they wait no longer than the pipeline is deep
+        if num_stages <= 2:  # no wait is longer than the pipeline's depth
             assert begins[-1] + 1 == 2 * (num_micro_batches + num_stages - 1)

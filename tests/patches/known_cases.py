@@ -1,4 +1,4 @@
-"""Prepared cases whose voxels say where they are from."""
+"""Prepared cases whose voxels tell their position."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +20,19 @@ LIVELY = AugmentationSettings(
 
 
 def probable(probability: float, **changes: object) -> AugmentationSettings:
-    """Return settings in which everything has the same probability, but for ``changes``."""
+    """Return settings in which every change has this probability, except for ``changes``."""
     given = {**dict.fromkeys(AugmentationSettings.probabilities(), probability), **changes}
     return AugmentationSettings.model_validate(given)
 
 
 def patch_settings(augmentation: AugmentationSettings = PLAIN, **fields: object) -> PatchSettings:
-    """Return settings of patches that are changed in this way."""
+    """Return settings of patches with these augmentations."""
     details = augmentation.model_dump(mode="json")
     return PatchSettings.model_validate({**fields, "augmentation_details": details})
 
 
 def known_volume(shape: Shape) -> npt.NDArray[np.float32]:
-    """Every voxel holds its own place, counted from 1, so that a patch shows where it is from."""
+    """Return a volume of voxel indices, counted from 1, so that a patch shows its position."""
     return (1 + np.arange(np.prod(shape), dtype=np.float32)).reshape(1, *shape)
 
 
@@ -51,7 +51,7 @@ def make_cases(
 
 
 def make_loader(cases: Sequence[PreparedCase], settings: PatchSettings, **more: Any) -> PatchLoader:
-    """Return a loader that augments in its own processes; ``more`` are its other arguments."""
+    """Return a loader that augments in its own processes; ``more`` are further arguments."""
     given = {"batch_size": 2, "num_steps": 6, "seed": 0, "num_workers": 0, **more}
     of_sampler = {name: given.pop(name) for name in ("size", "stride", "batch_size", "seed")}
     return PatchLoader(

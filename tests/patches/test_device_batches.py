@@ -1,4 +1,4 @@
-"""Batches that are made on a GPU, beside what it works on."""
+"""Batches that are made on a GPU while it computes steps."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_those_of_the_cpu(tmp_path, num_workers):
     cases = real_cases(tmp_path)
-    half = patch_settings(probable(0.5))  # each change alone and with others
+    half = patch_settings(probable(0.5))  # each change alone, and with others
     on_gpu, on_cpu = (
         loader(cases, on_gpu=is_gpu, num_workers=num_workers, settings=half)
         for is_gpu in (True, False)
@@ -64,14 +64,14 @@ def test_batches_are_those_of_the_cpu(tmp_path, num_workers):
 
 
 def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path):
-    """The host is many batches ahead; the buffers are not overwritten before they are read."""
+    """The host is many batches ahead; buffers are not overwritten before they are read."""
     cases = real_cases(tmp_path)
     calm = [batch.image.clone() for batch in loader(cases, on_gpu=True).epoch(0)]
     torch.cuda.synchronize()
     busy = torch.randn(4096, 4096, device=GPU)
     read = []
     for batch in loader(cases, on_gpu=True).epoch(0):
-        for _ in range(20):  # a step that takes far longer than making the next batches
+        for _ in range(20):  # longer than making the next batches takes
             busy = torch.tanh(busy @ busy)
         read.append(batch.image + 0)
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def test_only_two_batches_and_the_cuts_of_one_take_memory(tmp_path):
     largest_cuts = 2 * 96**3 * (2 * 2 + 1)
     filters = 4 * 3 * 4 * voxels
     user = 2 * voxels * 2 * 4
-    workspace = 32 * 2**20  # of cuBLAS, for the stream
+    workspace = 32 * 2**20  # cuBLAS's workspace for the stream
     peak = torch.cuda.max_memory_allocated() - before
     most = two_batches + max(largest_cuts, filters, user) + workspace + 2**22
     assert two_batches < peak < most * 1.05

@@ -14,7 +14,7 @@ from unet3d.patches.patches import PatchSampler
 
 
 def loader(cases, size=(4, 4, 4), batch_size=2, stride=(2, 2, 2), **more):
-    """Return a loader without augmentation; ``more`` may hold fields of its settings, too."""
+    """Return a loader without augmentation; ``more`` may also have fields of its settings."""
     fields = {key: more.pop(key) for key in list(more) if key in PatchSettings.model_fields}
     settings = patch_settings(**fields)
     return make_loader(cases, settings, size=size, batch_size=batch_size, stride=stride, **more)
@@ -40,8 +40,8 @@ def test_what_was_waited_for_patches_is_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     batches = loader(make_cases(tmp_path, [(6, 6, 6)] * 2), batch_size=2, num_steps=5)
     for _ in batches.epoch(0):
-        now += 100  # a step, in which nobody waits
-    assert batches.take_waited() == 2 * 4  # of all but the first
+        now += 100  # a step, which is no wait for data
+    assert batches.take_waited() == 2 * 4  # for all batches but the first
     assert batches.take_waited() == 0
 
 
@@ -52,7 +52,7 @@ def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path):
     assert len(drawn) == batches.num_steps == 250
     assert {len(batch.image) for batch in drawn} == {len(batch.names) for batch in drawn} == {4}
     counts = Counter(name for batch in drawn for name in batch.names)
-    # Each of five cases is in 200 of 1,000 places, with a standard deviation of 12.6.
+    # Each of five cases is expected in 200 of 1,000 places, with a standard deviation of 12.6.
     assert len(counts) == 5 and all(140 < count < 260 for count in counts.values())
     in_a_row = sum(len(set(batch.names)) < 4 for batch in drawn)
     assert 0.7 < in_a_row / 250 < 0.9, "1 - 5*4*3*2/5^4 = 0.81 of the batches repeat a case"
@@ -73,11 +73,11 @@ def test_cases_and_patches_differ_between_epochs_and_seeds(tmp_path):
 
 
 def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path):
-    """As nnU-Net: the rounded share of a batch, at least one patch where there is a share."""
+    """As in nnU-Net: the rounded share of a batch, and at least one patch if the share is not 0."""
     label = np.zeros((40, 40, 40), np.uint8)
     label[20, 20, 20] = 1  # hit by chance once in 64,000 patches
     cases = make_cases(tmp_path, [(40, 40, 40)] * 2, [label, label])
-    of_a_third = {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 9: 3}  # by the size of the batch
+    of_a_third = {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 9: 3}  # numbers by batch size
     thirds = [(size, 0.33, number) for size, number in of_a_third.items()]
     for batch_size, fraction, expected in [*thirds, (4, 0.0, 0), (4, 1.0, 4), (4, 0.5, 2)]:
         batches = loader(cases, batch_size=batch_size, num_steps=2, foreground_fraction=fraction)
@@ -92,10 +92,10 @@ def test_the_same_patches_whatever_the_workers(tmp_path):
     alone = loader(cases, augmentation=LIVELY)
     with_workers = loader(cases, augmentation=LIVELY, num_workers=2)
     state = torch.get_rng_state()
-    for epoch in (0, 1):  # the second is cut while the first one ends
+    for epoch in (0, 1):  # the workers already cut the second epoch while the first one ends
         assert same(list(alone.epoch(epoch)), list(with_workers.epoch(epoch)))
-    # A step left in the middle, then the rest, then another epoch: nothing stale comes out of the
-    # workers, none is lost, none is made twice.
+    # An epoch that is left in the middle, then its rest, then another epoch: the workers yield no
+    # stale patch, lose none, and make none twice.
     whole = list(alone.epoch(2))
     assert len(whole) == 6
     for first_step in (1, 5, 6):
@@ -120,7 +120,7 @@ def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path):
             first = np.argwhere(image)[0]
             box = tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
             np.testing.assert_array_equal(image[box], known_volume(shape)[0])
-            rests = np.array(expected) - first - shape  # after it, as many as before it
+            rests = np.array(expected) - first - shape  # as much zero padding after it as before it
             assert (np.abs(first - rests) <= 1).all()
 
 
@@ -132,11 +132,11 @@ def test_refuses_what_cannot_work(tmp_path):
     with pytest.raises(DatasetError, match="no training cases"):
         loader([])
     (batch,) = loader(cases, num_steps=1).epoch(0)
-    assert batch.target.dtype == torch.int64 and (batch.target == 3).all()  # of many classes
+    assert batch.target.dtype == torch.int64 and (batch.target == 3).all()  # as with many classes
     (cases[0].folder / "image.npy").write_bytes(b"damaged")
     for num_workers in (0, 1):
         said = ""
-        try:  # what pytest.raises keeps would keep the worker
+        try:  # the traceback in pytest.raises would keep the worker alive
             next(loader(cases, num_workers=num_workers).epoch(0))
         except CacheError as error:
             said = str(error)
@@ -145,7 +145,7 @@ def test_refuses_what_cannot_work(tmp_path):
 
 
 def test_the_next_epoch_goes_on_with_what_is_queued(tmp_path, monkeypatch):
-    """Workers need not begin anew, unless another epoch than the next one is asked for."""
+    """Workers restart only if another epoch than the next one is requested."""
     begun = []
     start = DataLoader.__iter__
 

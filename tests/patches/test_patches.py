@@ -36,7 +36,7 @@ def places(patch, shape):
 
 
 def test_a_patch_is_a_true_block_of_the_volume(tmp_path):
-    """Reshaping a volume into patches gives the right number of voxels, from all over the place."""
+    """Reshaped volumes would have the right shape, but voxels from everywhere."""
     shape, size = (12, 10, 14), (6, 4, 8)
     label = np.random.default_rng(0).integers(0, 4, shape).astype(np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
@@ -53,7 +53,7 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path):
 
 
 def test_the_tails_of_a_volume_are_reached(tmp_path):
-    shape = (7, 9, 5)  # no multiples of the patch
+    shape = (7, 9, 5)  # not multiples of the patch
     sampler = make_sampler(make_cases(tmp_path, [shape]), (4, 4, 4))
     seen = np.zeros(shape, int)
     for index in range(400):
@@ -104,7 +104,7 @@ def test_small_volumes_are_padded_not_cropped(tmp_path):
 
 
 def test_a_patch_reads_only_its_own_bytes(tmp_path):
-    shape = (400, 200, 200)  # 64 MB; the file is a hole on disk
+    shape = (400, 200, 200)  # 64 MB; the file is sparse and takes no space
     folder = tmp_path / "sparse"
     folder.mkdir()
     arrays = {"image": ((1, *shape), "<f4", 2**26), "label": (shape, "|u1", 2**24)}
@@ -125,7 +125,7 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path):
 
 
 def test_a_turned_patch_is_scipys_affine_transform(tmp_path):
-    """From case to patch: the box, its margin and the place of the patch in it are right."""
+    """From case to patch: the box, its margin, and the patch's place in it are right."""
     shape, size = (40, 36, 44), (18, 14, 16)
     rng = np.random.default_rng(0)
     image = rng.normal(size=shape).astype(np.float32)
@@ -141,7 +141,7 @@ def test_a_turned_patch_is_scipys_affine_transform(tmp_path):
         cut = sampler.cut(0, index)
         found, target = patch_of(sampler, 0, index)
         matrix = cut.placement.matrix
-        # The drawn map, in voxels of the case: found again from where the box was cut.
+        # The drawn map, in voxels of the case, reconstructed from where the box was cut.
         (start,) = np.argwhere(stored == float(cut.image[0, 0, 0, 0]))
         box = tuple(slice(a, a + n) for a, n in zip(start, cut.image.shape[1:], strict=True))
         np.testing.assert_array_equal(stored[box], cut.image[0].double().numpy())
@@ -158,4 +158,4 @@ def test_a_turned_patch_is_scipys_affine_transform(tmp_path):
         chosen = (np.abs(inner - outer) > 1e-4) & (outer + inner > 1 - 1e-9)
         np.testing.assert_array_equal(target.numpy()[chosen], (inner > outer)[chosen])
         scales.append(abs(np.linalg.det(matrix)))
-    assert max(scales) > 1.5 * min(scales)  # the scaling is there
+    assert max(scales) > 1.5 * min(scales)  # scaling takes place

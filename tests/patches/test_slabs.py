@@ -1,4 +1,4 @@
-"""Slabs of batches, laid beside each other, are what the undivided loader yields."""
+"""Slabs of batches, joined, equal the batches of a loader without slabs."""
 
 from functools import partial
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ MEASURED = ("contrast", "inverted_gamma", "gamma")
 
 
 def drawn(*names, probability=1.0):
-    """Return settings with which some changes are drawn, and no others."""
+    """Return settings with which only these changes are drawn."""
     values = {
         f"{name}_probability": probability if name in names else 0.0
         for name in (*MOVING, *LINEAR, *MEASURED)
@@ -52,7 +52,7 @@ def real_cases(folder, shapes=SHAPES, spacing_mm=(1.0, 1.1, 0.9)):
 
 
 def slab_of(fractions, shape):
-    """Return planes, as a rank would be told; uneven, and of any number."""
+    """Return a slab's planes, uneven and in any number, in the form that a rank gets."""
     first, last = (round(fraction * shape[0]) for fraction in fractions)
     return range(first, last)
 
@@ -109,7 +109,7 @@ def test_thick_slices_are_divided(tmp_path, spacing_mm):
 
 @pytest.mark.parametrize("size", [(20, 18, 21), None], ids=str)
 def test_replicas_share_batches_and_shards_their_patches(tmp_path, size):
-    """In workers, where a batch has fewer patches than there are replicas, and after a resume."""
+    """With workers, with fewer patches in a batch than replicas, and after a resume."""
     cases = real_cases(tmp_path)
     given = {"size": size, "batch_size": 3 if size else 1}
     for replica in range(2):
@@ -131,7 +131,7 @@ def test_a_slab_that_cannot_be_is_an_error_in_one_line(tmp_path):
 
 
 def test_only_what_a_slab_needs_is_read(tmp_path):
-    """The whole patch only where its intensities are measured and the numbers not gathered."""
+    """The whole patch only if intensities are measured and the numbers are not gathered."""
     cases = real_cases(tmp_path, [(60, 40, 40)])
     size = (40, 20, 20)
     slab = Slab(planes=range(10), num_planes=40)

@@ -1,4 +1,4 @@
-"""Settings that are auto: what suits a CPU, and weights to begin with."""
+"""Settings that are auto: values that suit a CPU, and values for weights to begin with."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ def suited(path: Path | None, changes: tuple[str, ...], num_gpus: int) -> tuple[
 
 
 def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, object]:
-    """Return what differs from the same settings without the values for a CPU."""
+    """Return how settings differ from the same settings without the values for a CPU."""
     config, _ = suited(path, changes, num_gpus)
     plain = load_config(path, changes)
     keys = tuple(VALUES)
@@ -41,21 +41,21 @@ def test_with_a_gpu_nothing_changes():
     assert changed(num_gpus=2) == {}
     assert changed("parallel.devices=1", num_gpus=2) == {}
     assert changed("parallel.mode=model", "parallel.devices=cpu,0", num_gpus=2) == {}
-    # Who trains on the CPU beside a GPU gets the same as without one.
+    # Training on the CPU of a machine with a GPU gets the same values as without a GPU.
     assert changed("parallel.devices=cpu", num_gpus=2) == VALUES
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
 @pytest.mark.parametrize("changes", [(), ("training.init=a.pt",), ("training.epochs=3",)])
 def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path):
-    """What ``unet3d config`` prints, an empty file and no file at all are one training."""
+    """The output of ``unet3d config``, an empty file and no file at all are the same training."""
     full, empty = tmp_path / "full.yaml", tmp_path / "empty.yaml"
     full.write_text(commented_yaml(Config()))
     empty.touch()
     without, _ = suited(None, changes, num_gpus)
     for path in (full, empty):
         assert suited(path, changes, num_gpus)[0] == without
-    # What a run writes down is obeyed, whatever it is.
+    # Settings that a run has recorded are kept, whatever they are.
     empty.write_text(without.to_yaml())
     assert suited(empty, (), 0)[0] == without
 
@@ -63,7 +63,7 @@ def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path
 @pytest.mark.parametrize(
     ("change", "kept"),
     [
-        ("training.epochs=250", {"training.epochs"}),  # also the default, because it was asked for
+        ("training.epochs=250", {"training.epochs"}),  # a default counts as set if it was given
         ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
         ("training.weight_decay=0.1", {"training.optimizer", "training.learning_rate"}),
         ("model.channels=4,8", {"model.base_channels", "patches.memory_gib"}),

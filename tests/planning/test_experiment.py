@@ -1,4 +1,4 @@
-"""From settings to patch size, network and cases, on made and on real data."""
+"""From settings to patch size, network and cases, on synthetic and on real data."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from unet3d.preparation.check import examine
 
 
 def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
-    """Return settings, by default of a narrow network."""
+    """Return settings, for a narrow network by default."""
     named = [] if dataset is None else [f"data.dataset={dataset}"]
     few = (f"data.cache={folder / 'cache'}", "model.base_channels=4", *named)
     return load_config(None, [*few, *overrides])
@@ -36,7 +36,7 @@ def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(tmp_path, caplog
     assert experiment.config.training.batch_size == 1
     assert caplog.text.count("patches.size 24x17x16 is rounded up to 24x18x16, multiples of") == 1
     assert "patches of 24x18x16 voxels (as set), 1 in a batch (limited by memory)" in caplog.text
-    # A batch of several replicas has a patch for each micro-batch.
+    # With several replicas, a batch has a patch for each micro-batch.
     several = settings(tmp_path, root, *overrides, "training.micro_batches=2")
     assert plan_experiment(several, 0, num_replicas=3).config.training.batch_size == 6
 
@@ -198,9 +198,9 @@ def test_sarcomas_in_thick_slices_train_without_tuning(test_data, tmp_path):
     assert experiment.preprocessing.spacing_mm == pytest.approx((0.9766, 0.9766, 3.27), abs=1e-3)
     x, y, z = experiment.patch_size
     assert x * y * z < 500_000
-    assert 2 < x / z < 5  # about as many mm along each axis
+    assert 2 < x / z < 5  # the patch has about as many mm along each axis
     strides = experiment.topology.strides
-    assert strides[1] == (2, 2, 1)  # first within the slices
+    assert strides[1] == (2, 2, 1)  # halved within the slices first
     assert len(experiment.validation) == 2
     assert_trains(tmp_path, config, {"GTV"})
 

@@ -1,4 +1,4 @@
-"""The link between GPUs: measured by a process of its own, or assumed."""
+"""The link between GPUs: measured in a separate process, or assumed."""
 
 import math
 import subprocess
@@ -23,7 +23,7 @@ def test_nothing_is_measured_where_there_is_no_link_and_nothing_started_without_
     monkeypatch.setattr(subprocess, "run", None)
     for devices in ((), (CPU, CPU), (CPU, GPUS[0]), (GPUS[0], GPUS[0])):
         assert measure_link(devices) is None
-    assert measure_link(GPUS[:2]) == math.inf  # one of them is not here
+    assert measure_link(GPUS[:2]) == math.inf  # one GPU does not exist here
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert measure_link(GPUS, are_here=False) == math.inf
     assert link_line(math.inf) == "link between the GPUs: not measured, NVLink is assumed"
@@ -60,7 +60,7 @@ def test_a_measurement_that_fails_is_an_assumption(monkeypatch):
 
 
 def test_all_copies_of_a_round_are_timed_together(monkeypatch):
-    """On a CPU in place of GPUs: each is sent what the one before it has."""
+    """With CPUs in place of GPUs: each device receives the copy of the one before it."""
     clock = iter(range(100))
     monkeypatch.setattr(link_speed, "COPY_BYTES", 1024)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: None)

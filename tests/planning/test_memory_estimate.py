@@ -1,4 +1,4 @@
-"""Memory known beforehand: compared with what the same steps are measured to take."""
+"""Predicted memory, compared with the measured memory of the same steps."""
 
 import gc
 from dataclasses import replace
@@ -34,7 +34,7 @@ def activations(step: Step) -> list[int]:
 
 
 ELSEWHERE: dict[str, Any] = {"units": (1, 3, 2), "decoder_units": (3, 1), "upsampling_bias": True}
-"""What networks have only if a checkpoint says so."""
+"""Properties that networks have only if a checkpoint says so."""
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 FLAT = {"kernels": "anisotropic"}
 BOTH = (CPU, CPU)
@@ -43,7 +43,7 @@ BOTH = (CPU, CPU)
 def step_of(
     devices: tuple[torch.device, ...], options: dict[str, Any], settings: ModelSettings = SMALL
 ) -> Step:
-    """Return a step; of the options ``model`` changes settings and ``topology`` what is planned."""
+    """Return a step; the option ``model`` changes settings, ``topology`` fields of the topology."""
     changes = {"model": {}, "topology": {}, **options}
     changed, fields = changes.pop("model"), changes.pop("topology")
     step = make_step(devices, model=settings.model_copy(update=changed), **changes)
@@ -51,7 +51,7 @@ def step_of(
 
 
 def allow_bfloat16(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU compute in bfloat16: where it does not have it, oneDNN emulates the same."""
+    """Let any CPU compute in bfloat16: oneDNN emulates it with the same memory."""
     if step.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("without AVX-512, PyTorch's own convolutions compute, and keep other tensors")
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
@@ -79,7 +79,7 @@ def test_what_is_predicted_is_what_is_measured_to_the_byte(options, monkeypatch)
 
 
 def test_batch_dice_takes_no_more_memory():
-    """Micro-batches that pass forward a second time keep nothing of the first."""
+    """The first forward pass of micro-batches keeps nothing, because a second one follows."""
     plain, joined = (
         make_step(
             *(GPUS[:2], (32, 32, 32), 4, 4),
@@ -91,7 +91,7 @@ def test_batch_dice_takes_no_more_memory():
     )
     assert activations(joined) == activations(plain)
     for more, peak in zip(peaks(joined), peaks(plain), strict=True):
-        # The sums, and what small tensors are rounded up to.
+        # The sums, and the rounding up of small tensors.
         assert more <= peak + 64 * 1024
 
 
@@ -133,7 +133,7 @@ def test_shards_of_a_kind_are_predicted_once(monkeypatch):
 
     monkeypatch.setattr(memory_estimate, "predict_memory", predict)
     predict_shards(make_step((CPU,), (63 * 4, 8, 8), num_shards=16))
-    assert len(asked) == 4  # at an end and between, of two sizes
+    assert len(asked) == 4  # slabs at the ends and between them, of two sizes
 
 
 def test_a_shard_of_a_gpu_takes_its_share():
@@ -146,7 +146,7 @@ def test_a_shard_of_a_gpu_takes_its_share():
         least.append(shard.peak_bytes)
         assert shard.parameters_bytes == one.parameters_bytes
         assert shard.activations_bytes < 1.3 * one.activations_bytes / num_shards
-        # NCCL has buffers of its own.
+        # NCCL has its own buffers.
         needed = prediction.needed_bytes()[GPUS[0]]
         assert needed == shard.peak_bytes + UNCOUNTED_BYTES + MESSAGE_BYTES
     assert one.peak_bytes > 1.5 * least[0] > 1.5 * 1.4 * least[1]
@@ -198,11 +198,11 @@ def test_gpus_are_predicted_without_gpus():
 
 @pytest.mark.parametrize(("norm", "lowest", "highest"), [("group", 1.2, 1.35), ("batch", 0.5, 0.6)])
 def test_autocast_is_predicted_as_gpus_do_it(norm, lowest, highest):
-    """On GPUs it computes a group norm in float32; CPUs do not.
+    """GPUs' autocast computes a group norm in float32, CPUs' does not.
 
-    So of a unit autograd keeps the norm's input and output in float32, and the output once more,
-    lowered, for the next convolution: 10 bytes for 8. A skip is lowered once for each of its two
-    readers: 42 bytes for the 32 of a level's four units. Lowered weights come on top.
+    So autograd keeps a unit's norm input and output in float32, and the output once more, lowered,
+    for the next convolution: 10 bytes instead of 8. A skip is lowered once for each of its two
+    readers: 42 bytes instead of 32 for a level's four units. Lowered weights come on top.
     """
     model = WIDE.model_copy(update={"norm": norm})
     step = make_step(GPUS[:1], (128, 128, 128), 1, 1, "bfloat16", model)
@@ -239,9 +239,9 @@ def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
     step = make_step(GPUS[:2], (16, 16, 16), precision=precision, recompute=how)
     found = []
     try:
-        for has_onednn in (True, False):  # without AVX-512 it does not compute in bfloat16
+        for has_onednn in (True, False):  # without AVX-512, oneDNN does not compute in bfloat16
             torch._C._set_mkldnn_enabled(has_onednn)
-            # What is known of results is known for all of a process: it would hide a difference.
+            # Recalled results are kept for the whole process, and would hide a difference.
             monkeypatch.setattr(fake_results, "_known", {})
             found.append(predict_memory(step).memory)
     finally:
@@ -260,7 +260,7 @@ STILL = DeviceAugmentation(
 
 def test_a_slab_is_made_of_what_its_filters_reach():
     step = make_step(GPUS[:1], size=(64, 64, 64), num_shards=2)
-    # Blur reaches 4 voxels and coarsening 3; what is made is not made in its place.
+    # Blur reaches 4 voxels and coarsening 3, so more voxels are made, in separate memory.
     made = (32 + 4 + 3) * 64**2
     assert replace(step, augmentation=STILL).staging_bytes() == (9 + 2 * 3 * 4) * made
 
@@ -271,7 +271,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=STILL))
     voxels = 2 * 64**3
     image, target, workspace = voxels * 2 * 4, voxels, 32 * 2**20
-    # Where the last stage is elsewhere, both targets of the first GPU are beside its own.
+    # If the last stage is on another GPU, the first GPU holds both targets in addition.
     targets = target if len(devices) == 1 else 2 * target
     more = beside.memory[0].peak_bytes - alone.memory[0].peak_bytes
     assert more == image + targets + workspace
@@ -292,8 +292,10 @@ MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
     ),
     "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [3573540352]),
 }
-"""Steps on H100 and H200 and the peaks of their allocators (``benchmarks/results``), when cuDNN did
-all convolutions."""
+"""Steps on H100 and H200, with the peaks of their allocators (``benchmarks/results``).
+
+They were measured when cuDNN did all convolutions.
+"""
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -363,7 +365,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 def empty_gpus():
     torch.cuda.init()
     gc.collect()
-    release_streams()  # and what cuBLAS keeps for those of other tests
+    release_streams()  # and cuBLAS's workspaces from other tests
     torch.cuda.empty_cache()
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)
@@ -390,7 +392,7 @@ def test_gpus_take_what_was_predicted(options):
         assert expected.gradients_bytes == found.gradients_bytes
         assert expected.optimizer_bytes == found.optimizer_bytes
         assert expected.activations_bytes == pytest.approx(found.activations_bytes, rel=0.02)
-        # cuDNN's work space is not counted; for some convolutions of small maps it takes 129 MiB.
+        # cuDNN's workspace is not counted; for some convolutions of small maps it takes 129 MiB.
         assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.10, abs=150 * 2**20)
 
 
@@ -412,7 +414,7 @@ def test_captured_steps_take_what_was_predicted(num_gpus, num_micro_batches):
 
 
 def test_maps_that_are_never_normalised_take_no_memory(monkeypatch):
-    """Of four units the only reader is a hand-written convolution that normalises what it loads."""
+    """The only reader of four units is a hand-written convolution, which normalises itself."""
     options = {"size": (64, 64, 64), "batch_size": 2, "precision": "bfloat16", "recompute": "off"}
     step, found = make_step(GPUS[:1], model=WIDE, **options), []
     for is_available in (False, True):

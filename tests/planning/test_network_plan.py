@@ -1,4 +1,4 @@
-"""Patch size and network from settings and headers."""
+"""Patch size and network, planned from settings and headers."""
 
 import itertools
 import json
@@ -18,11 +18,11 @@ from unet3d.planning.placements import possible_dims
 
 CPU = torch.device("cpu")
 CROSSED = ((16, 32, 16), (32, 16, 16), (24, 24, 16))
-"""Shapes of volumes of which none is the largest along each axis."""
+"""Shapes of volumes, none of which is the largest along each axis."""
 
 
 def crossed(folder: Path, *overrides: str) -> Config:
-    """Return settings for whole volumes of these shapes."""
+    """Return settings for whole volumes with these shapes."""
     root = write_msd(folder / "data")
     for number, shape in enumerate(CROSSED):
         label = blob_label(shape, number)
@@ -46,7 +46,7 @@ def test_the_largest_batch_is_that_of_the_worst_volumes():
 def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path):
     root = write_msd(tmp_path / "data", shape=(24, 24, 24))
     for size, batch_dice, expected in (
-        # A quarter of 24x24x24 is 3456 voxels.
+        # A quarter of 24x24x24 voxels is 3456 voxels.
         ("16,16,8", "auto", True),
         ("16,16,16", "auto", False),
         ("whole", "auto", False),
@@ -64,7 +64,7 @@ def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path):
 def test_whole_volumes_are_planned_at_the_largest(tmp_path):
     network = plan_without_data(crossed(tmp_path, "model.num_levels=auto"))
     assert network.sizes == set(CROSSED)
-    assert network.topology.total_stride == (4, 4, 4)  # of the median volume, 24x24x16
+    assert network.topology.total_stride == (4, 4, 4)  # planned for the median volume, 24x24x16
     assert math.prod(network.size) == 24 * 24 * 16
     assert network.size_in(2) == network.size_in(8) == (32, 32, 16)
 
@@ -80,7 +80,7 @@ def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path):
 
 
 def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(tmp_path):
-    """A batch of two is as large along each axis as either of them."""
+    """A batch of two is as large along each axis as the larger of the two volumes."""
     few = ("training.epochs=1", "training.batch_size=2", "data.num_folds=3")
     few += ("training.steps_per_epoch=3", "model.base_channels=2", "inference.overlap=0")
     config = crossed(tmp_path, *few, "parallel.devices=cpu", "patches.augmentation=none")

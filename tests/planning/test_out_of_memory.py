@@ -1,4 +1,4 @@
-"""What is said when a GPU runs out of memory, or will."""
+"""Messages when a GPU runs out of memory, or is predicted to."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ def peaks_of(advice: str) -> list[float]:
 
 
 def explained(step: Step, gpu: int = 0) -> str:
-    """Return what is said when a GPU has no memory for a step."""
+    """Return the message when a GPU has no memory for a step."""
     error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", f"GPU {gpu}"))
     message = explain_out_of_memory(error, step)
     assert "\n" not in message
@@ -68,7 +68,7 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
     assert "--set memory.recompute=level (predicted peak " in message
     assert ("--set memory.offload=none --set memory.recompute" in message) == (offload == "skips")
     assert ("--set memory.offload=skips (predicted peak " in message) == (offload == "none")
-    assert "--micro-batches" not in message  # of a single sample
+    assert "--micro-batches" not in message  # a single sample has no micro-batches
 
 
 @pytest.mark.usefixtures("two_gpus")

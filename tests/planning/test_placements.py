@@ -1,4 +1,4 @@
-"""The ways in which a training can be placed, and the memory that each may take."""
+"""The ways to place a training on devices, and the memory that each may use."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def planned(*changes: str) -> tuple[Config, NetworkPlan]:
 
 
 def ways(devices: tuple[torch.device, ...], *changes: str) -> list[tuple[str, int, int]]:
-    """Return mode, replicas and shards of all that is possible."""
+    """Return mode, replicas and shards of every possible way."""
     return [
         (dims.mode, dims.num_replicas, dims.num_shards)
         for dims in possible_dims(*planned(*changes), devices)
@@ -51,15 +51,15 @@ FOURTHS = [("spatial", 1, 4), ("spatial", 2, 2)]
     [
         (GPUS, ("training.batch_size=7",), [ONE, WHOLE, ("spatial", 2, 4), ("spatial", 4, 2)]),
         (GPUS[:4], ("training.batch_size=4",), [ONE, ("data", 4, 1), *FOURTHS]),
-        # Replicas that are asked for are kept.
+        # A requested number of replicas is kept.
         (GPUS, (SPATIAL, "training.batch_size=8", "parallel.replicas=4"), [("spatial", 4, 2)]),
         (GPUS, (SPATIAL, "training.batch_size=8", "parallel.replicas=8"), [("data", 8, 1)]),
-        # There is no other way to have three groups on six than stages, with a batch of two.
+        # With a batch of two on six GPUs, three groups can only be stages.
         (GPUS[:6], (SPATIAL, "training.batch_size=2", "parallel.replicas=3"), [("model", 3, 1)]),
-        # A volume needs planes for its shards.
+        # Each shard of a volume needs planes.
         (GPUS[:4], THIN, [ONE, *FOURTHS]),
         (GPUS, THIN, [ONE, ("spatial", 2, 4)]),
-        # Stages are what is left, if there are not more devices than blocks.
+        # Stages are left, if there are at least as many blocks as devices.
         ((GPUS[0], CPU), (), [ONE, ("model", 1, 1)]),
         ((GPUS[0], GPUS[0]), (), [ONE, ("model", 1, 1)]),
         (GPUS[:2], ("model.norm=batch",), [ONE, ("model", 1, 1)]),
@@ -103,7 +103,7 @@ def test_processes_on_a_cpu_share_its_memory():
         dims = placed(config.parallel, mode, (CPU,) * 4, count)
         assert option(dims, memory).limits == {CPU: 3 * MIB}
     stages = placed(config.parallel, "model", (CPU,) * 4, 2)
-    assert option(stages, memory).limits == {CPU: 6 * MIB}  # one process has two of them
+    assert option(stages, memory).limits == {CPU: 6 * MIB}  # one process has two of these devices
 
 
 def test_an_option_is_the_step_of_one_process():
@@ -115,12 +115,12 @@ def test_an_option_is_the_step_of_one_process():
     division = SlabRule(topology=found.step.topology, num_shards=3).divide((32, 32, 32))
     assert len(division.slab(layout.shard)) == division.most_planes()
     assert (found.step.batch_size, found.step.size) == (2, (32, 32, 32))
-    # That of the largest slab stands for all: none needs noticeably more.
+    # The largest slab stands for all: no slab needs noticeably more.
     peaks = [shard.memory[0].peak_bytes for shard in predict_shards(found.step)]
     assert len(peaks) == 3
     assert max(peaks) == pytest.approx(found.prediction.memory[0].peak_bytes, rel=0.01)
     assert found.prediction.memory == predicted(found.step).memory
-    assert found.load > 1 and found.largest() is None  # a GPU needs 1.5 GiB beside the tensors
+    assert found.load > 1 and found.largest() is None  # a GPU needs 1.5 GiB besides the tensors
     assert option(dims, dict.fromkeys(GPUS, 1024 * 2 * MIB)).load <= 1
 
 
@@ -130,8 +130,8 @@ def test_memory_of_devices_that_are_not_here(monkeypatch):
         memory_of(GPUS[:2], None)
     assert memory_of(GPUS[:2], 5) == {GPUS[0]: 5, GPUS[1]: 5}
     assert memory_of((CPU, CPU), 5) == {CPU: 5}
-    both = memory_of((CPU, GPUS[0]), 5)  # what is given is that of the GPU
+    both = memory_of((CPU, GPUS[0]), 5)  # the given memory is for the GPU
     assert both[GPUS[0]] == 5 and both[CPU] > 5
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(placements, "device_bytes", lambda device: 7)
-    assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # taken to be alike
+    assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # assumed to be alike

@@ -1,4 +1,4 @@
-"""What mode auto takes on several devices, and what it says of it."""
+"""The way that mode auto chooses on several devices, and what it reports."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ GIB = 1024**3
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that there are eight GPUs of 80 GiB."""
+    """Pretend that the machine has eight GPUs of 80 GiB."""
     has = {"gib": 80.0, "link": math.inf}
-    torch.backends.cudnn.version()  # which asks all GPUs when it is first called
+    torch.backends.cudnn.version()  # its first call queries all GPUs
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
@@ -46,7 +46,7 @@ def settings(cache: Path, *changes: str) -> Config:
 
 
 def options_of(config: Config, num_gpus: int) -> list[PlacementOption]:
-    """Return all that such a training could be placed as, with the time of a step of each."""
+    """Return all possible ways to place a training, each with the time of a step."""
     network = plan_without_data(config)
     devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
     memory = placements.memory_of(devices, None)
@@ -70,7 +70,7 @@ SMALL = "patches.size=32,32,32"
         (FOUR, (LARGE, "training.batch_size=1"), ("spatial", 1, 4)),
         (FOUR, (LARGE, "training.batch_size=4"), ("data", 1, 4)),
         (FOUR, (LARGE, "training.batch_size=2"), ("spatial", 2, 4)),
-        # A replica has a patch for each of its micro-batches.
+        # A replica has a patch for each micro-batch.
         (FOUR, (LARGE, "training.batch_size=4", "training.micro_batches=4"), ("spatial", 1, 4)),
         (FOUR, (SMALL, "training.batch_size=1"), ("none", 1, 1)),
         (FOUR, (LARGE, "training.batch_size=4", "parallel.replicas=2"), ("spatial", 2, 4)),
@@ -131,7 +131,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
         tuned = TunedConfig(cuts=(), num_micro_batches=1, step_seconds=seconds, measured="")
         remember_tuned(config, option.step, tuned)
 
-    remember(one, 2 * one.seconds)  # all others take twice as long then, too
+    remember(one, 2 * one.seconds)  # all other ways then take twice as long, too
     _, line = chosen(tmp_path, *changes)
     assert line.startswith(
         f"parallel: spatial over 2 GPUs: predicted {2000 * spatial.seconds:.0f} ms a step against "
@@ -158,7 +158,7 @@ def test_a_slow_link_is_measured_said_and_not_used(gpus, tmp_path, caplog):
             found, line = chosen(tmp_path, *changes)
         assert placed(found) == ("none", 1, 1)
         assert "link: 0.5 GB/s measured between the GPUs" in caplog.messages
-        # The time of one GPU does not depend on it.
+        # It does not change the time of one GPU.
         alone = fast_line.split(" against ")[1].split(" ")[0]
         assert f"predicted {alone} ms a step against" in line
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused(tmp_path):
 def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     few = ("training.precision=float32", "model.num_levels=2", "model.base_channels=4")
-    for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
+    for local_world_size in {num_ranks, num_ranks // 2}:  # on one machine, and on two
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)
         choice, _ = chosen(tmp_path, *few, *changes, ranks=ranks)
         assert (choice.mode, choice.replicas) == found

@@ -1,4 +1,4 @@
-"""``unet3d plan``: what is compared, what it prints and writes, and how it says no."""
+"""``unet3d plan``: the compared ways, its output and record, and its errors."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("launched")
 def plan(
     capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str
 ) -> tuple[dict[str, Any], str]:
-    """Return the record that a command writes, and what it prints."""
+    """Return the record that a command writes, and its output."""
     path = folder / "plan.json"
     status = run("plan", *arguments, "--json", str(path), "--overwrite")
     out, err = capsys.readouterr()
@@ -29,7 +29,7 @@ def plan(
 
 @pytest.fixture
 def no_search(monkeypatch):
-    """Instead of searching for the largest volume, tell how many MiB there are for a patch."""
+    """Instead of searching for the largest volume, return the MiB available for a patch."""
 
     def mib_for_a_patch(step, memory, _):
         mib = min(memory.values()) // 1024**2 // step.batch_size
@@ -75,7 +75,7 @@ def test_the_command_shows_every_way_side_by_side(capsys, tmp_path, monkeypatch)
 def ways_of(
     capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the ways of a plan, by name, and what the command printed."""
+    """Return the ways of a plan by name, and the command's output."""
     record, out = plan(capsys, folder, "--shape", "32,32,32", *arguments, *TINY)
     return {
         f"{way['replicas']} {way['parallel']} {way['num_micro_batches']}": way
@@ -94,14 +94,14 @@ def test_a_replica_takes_what_its_share_takes(capsys, tmp_path):
     assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
         (index, index, f"cuda:{index}") for index in range(3)
     ]
-    # Each holds the whole network, and the largest share is of two patches.
+    # Each replica holds the whole network, and the largest share has two patches.
     alone, _ = ways_of(capsys, tmp_path, "--devices", "0", "--batch-size", "2", *memory)
     (one,) = alone["1 none 1"]["slots"]
     for slot in data["slots"]:
         assert slot["blocks"] == one["blocks"]
         for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
             assert slot["predicted"][kind] == one["predicted"][kind] > 0
-        # Gradients stay where they are exchanged, and are there in forward too.
+        # Gradients are exchanged in fixed memory, which is there during forward, too.
         assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
     assert (ways["1 none 1"]["largest_shape"][0], data["largest_shape"][0]) == (2048 // 5, 1024)
     assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
@@ -116,14 +116,14 @@ def test_shards_have_a_row_each(capsys, tmp_path):
     assert [(slot["slot"], slot["rank"], slot["device"]) for slot in spatial["slots"]] == [
         (index, index, f"cuda:{index}") for index in range(3)
     ]
-    # Of 32 planes two slabs have 11 and one 10, and the middle one has two neighbours.
+    # Of 32 planes two slabs have 11 and one 10, and the middle slab has two neighbours.
     first, middle, last = (slot["predicted"] for slot in spatial["slots"])
     assert first["activations_bytes"] > last["activations_bytes"]
     (one,) = ways["1 none 1"]["slots"]
     assert middle["parameters_bytes"] == one["predicted"]["parameters_bytes"]
     assert middle["activations_bytes"] < 0.55 * one["predicted"]["activations_bytes"]
     assert "--parallel spatial --devices cuda:0,cuda:1,cuda:2 --micro-batches 1: " in out
-    # Groups of shards share the batch, each with a volume.
+    # Groups of shards share the batch; each group has a volume.
     groups, out = ways_of(capsys, tmp_path, "--devices", "0,1,2,3", "--replicas", "2", *spread)
     alone, grouped = groups["1 spatial 1"], groups["2 spatial 1"]
     assert (alone["shards"], alone["asked"]) == (4, False)
@@ -173,7 +173,7 @@ def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_pa
     assert "--parallel model --devices cpu,cpu" in out
     for way in record["ways"]:
         x, y, z = way["largest_shape"]
-        assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride
+        assert x == y and abs(z - x / 2) < 2  # the volume's proportions, in multiples of the stride
         assert f"up to {x}x{y}x{z} voxels" in out
 
 

@@ -1,9 +1,9 @@
-"""What is planned stands beside what nnU-Net plans for the same data.
+"""Our plans compared with nnU-Net's plans for the same data.
 
-nnU-Net's choices are in ``benchmarks/results/plans-2026-11-23.json``: ``benchmarks/plans.py`` had
-``ExperimentPlanner`` of nnunetv2 2.8.1 compute them (3d_fullres, 8 GB) from the medians that stand
-there too. Its papers name the same patches for most of these data sets (arXiv 1809.10486 and
-1904.08128).
+nnU-Net's plans are in ``benchmarks/results/plans-2026-11-23.json``: ``benchmarks/plans.py`` had
+``ExperimentPlanner`` of nnunetv2 2.8.1 compute them (3d_fullres, 8 GB) from the medians that the
+file also has. nnU-Net's papers name the same patches for most of these data sets (arXiv 1809.10486
+and 1904.08128).
 """
 
 import json
@@ -43,15 +43,15 @@ def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it
     assert float(re.search(r"predicted memory: ([\d.]+) of 10 GiB", network.limits)[1]) <= 10
     strides = network.topology.total_stride
     assert all(n % stride == 0 for n, stride in zip(network.size, strides, strict=True))
-    # As large along each axis; nothing that nnU-Net sees is out of sight.
+    # At least as large along each axis, so everything that nnU-Net sees is visible.
     assert all(n >= other for n, other in zip(network.size, theirs, strict=True))
     assert network.batch_size >= 2
     assert network.batch_size * math.prod(network.size) >= batch_size * math.prod(theirs)
-    # In the same proportions, to a step of the strides.
+    # The same proportions, to a step of the strides.
     growth = [n / other for n, other in zip(network.size, theirs, strict=True)]
     mean = math.prod(growth) ** (1 / 3)
     assert all(abs(math.log2(one / mean)) < 0.3 for one in growth), growth
-    # At most 5 % of the voxels, or two patches.
+    # At most 5 % of the voxels of the data set, or two patches.
     voxels = data["num_cases"] * math.prod(data["shape"])
     share = round(0.05 * voxels / math.prod(network.size))
     assert network.batch_size <= max(2, share)

@@ -1,4 +1,4 @@
-"""Patch and batch that fit into a memory, and by which rules."""
+"""Patch and batch that fit into a given memory, and the rules by which they are chosen."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ GIB = 1024**3
 GPU = torch.device("cuda", 0)
 ALONE = ParallelDims(mode="none", replicas=((GPU,),), num_replicas=1)
 NARROW = ("model.base_channels=8", "model.num_levels=2")
-"""Settings with which most of what a step takes are features, and a prediction is quick."""
+"""Settings with which features take most of a step's memory, and predictions are quick."""
 
 
 def fingerprint(shape: Shape, **more: Any) -> Fingerprint:
@@ -46,14 +46,14 @@ def fingerprint(shape: Shape, **more: Any) -> Fingerprint:
 def planned(
     data: Fingerprint | Shape, *changes: str, num_replicas: int = 1
 ) -> tuple[Config, NetworkPlan]:
-    """Return settings and what is planned with them for data, or for volumes of a shape."""
+    """Return settings and the plan for data, or for volumes of a shape."""
     config = load_config(None, [*NARROW, *changes])
     data = data if isinstance(data, Fingerprint) else fingerprint(data)
     return config, plan_fingerprint(config, data, 1, 3, num_replicas)
 
 
 def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
-    """Return what ``unet3d plan`` predicts of one GPU for this patch and batch, launched."""
+    """Return the memory that ``unet3d plan`` predicts on one GPU for this step, launched."""
     config = config.with_values({"training.precision": "bfloat16"})
     changed = NetworkPlan(**{**vars(network), **changes})
     (option,) = timed_options(config, changed, (ALONE,), {GPU: 80 * GIB})
@@ -61,13 +61,13 @@ def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
 
 
 def limits_of(network: NetworkPlan) -> tuple[str, str]:
-    """Return what is said to limit the patch, and the batch."""
+    """Return the reasons that limit the patch and the batch."""
     patch, batch = re.findall(r"(?:voxels|in a batch) \((.*?)\)", network.limits)
     return patch, batch
 
 
 def said_gib(network: NetworkPlan) -> str:
-    """Return how much is said to be needed."""
+    """Return the memory that the message names."""
     return network.limits.split(": ")[1].split(" of ")[0]
 
 
@@ -100,12 +100,12 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     one_more = {"batch_size": large.batch_size + 1}
     assert large.batch_size > 2
     assert needed_gib(config, large) <= 1.4 < needed_gib(config, large, **one_more)
-    # A patch that is set may be so large that one is all that fits.
+    # If the patch is set and large, only a batch of one fits.
     _, single = planned(data, "patches.memory_gib=1.4", "patches.size=160,160,160")
     assert (single.size, single.batch_size) == ((160, 160, 160), 1)
     _, both = planned(data, "patches.size=160,160,160", "training.batch_size=9")
     assert (both.size, both.batch_size, both.limits) == ((160, 160, 160), 9, None)
-    # What is kept for backward counts.
+    # Tensors kept for backward count.
     few = ("patches.memory_gib=1.4", "patches.size=64,64,64", "memory.recompute=off")
     config, kept = planned(data, *few)
     assert kept.batch_size < large.batch_size
@@ -141,7 +141,7 @@ def test_a_batch_is_limited_by_the_data_and_the_devices(
 
 @pytest.mark.parametrize("changes", [(), ("training.batch_size=5",), ("patches.size=40,40,40",)])
 def test_a_settled_plan_is_planned_as_the_same(changes):
-    """So a run is continued with the network it began with, and all ranks have one."""
+    """So a resumed run has the network with which it began, and all ranks have the same."""
     data = fingerprint((90, 61, 50), spacing_mm=(1.0, 1.0, 2.5))
     config, network = planned(data, "patches.memory_gib=1.2", *changes)
     settled = network.settled(config)
@@ -149,14 +149,14 @@ def test_a_settled_plan_is_planned_as_the_same(changes):
     for name in ("topology", "sizes", "batch_size"):
         assert getattr(again, name) == getattr(network, name), name
     assert network.settled(settled) == settled
-    # A batch that is set to what was planned leads to the same patch.
+    # If the batch is set to the planned one, the patch is the same.
     batch = config.with_values({"training.batch_size": network.batch_size})
     assert plan_fingerprint(batch, data, 1, 3).sizes == network.sizes
 
 
 def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
     _, network = planned((64, 48, 6), "patches.memory_gib=0.5", "model.num_levels=4")
-    assert sorted(network.size) == [6, 8, 32]  # the levels need one axis with 32 voxels
+    assert sorted(network.size) == [6, 8, 32]  # the network's levels need one axis with 32 voxels
     assert limits_of(network)[0] == "the smallest, though memory is exceeded"
     with pytest.raises(ConfigError, match="has 6 levels but a patch of 64x64x64 voxels gives 5"):
         planned((64, 64, 64), "model.num_levels=6")
@@ -165,7 +165,7 @@ def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
 def test_whole_volumes_stay_whole_and_their_batch_is_planned():
     data = fingerprint((40, 36, 32), num_cases=200, shapes=frozenset([(32, 40, 32), (48, 32, 32)]))
     config, network = planned(data, "patches.size=whole")
-    # A batch is as large along each axis as its largest volume, 48x40x32.
+    # Along each axis a batch is as large as its largest volume, 48x40x32.
     assert network.batch_size == round(0.05 * 200 * 40 * 36 * 32 / (48 * 32 * 32))
     assert said_gib(network) == f"{needed_gib(config, network):.1f}"
     assert network.settled(config).patches.size == "whole"
@@ -236,7 +236,7 @@ def test_patches_shrink_where_they_are_largest_and_always_suit_their_network():
             shares = [n / of for n, of in zip(before, shape, strict=True)]
             smaller = [axis for axis in range(3) if after[axis] < before[axis]]
             largest = shares.index(max(shares))
-            if largest not in smaller:  # no fewer voxels along it suit a network
+            if largest not in smaller:  # the network cannot use fewer voxels along it
                 for fewer in range(MIN_EDGE, before[largest]):
                     x, y, z = (fewer if axis == largest else n for axis, n in enumerate(before))
                     padded = padded_shape((x, y, z), plan((x, y, z)).total_stride)

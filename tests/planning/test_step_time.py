@@ -1,4 +1,4 @@
-"""How long steps are predicted to take: against what was measured, and how it changes."""
+"""Predicted times of steps, against measured ones, and how they change."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def on_gpu(edge: int, batch_size: int = 1, **more: object) -> Step:
 
 @pytest.fixture
 def all_by_cudnn(monkeypatch):
-    """A GPU without hand-written convolutions, as all were when most was measured."""
+    """A GPU without hand-written convolutions, as when most times were measured."""
     monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
 
 
@@ -106,7 +106,7 @@ def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
         seconds(on_gpu(128, num_shards=4, captures=graphs)) for graphs in (True, False)
     )
     assert launched > captured + 0.001
-    # 32 units of 8 planes: ten slabs are of four or three.
+    # 32 units of 8 planes: ten slabs have four or three units.
     assert seconds(on_gpu(256, num_shards=10)) > 0.99 * seconds(on_gpu(256, num_shards=8))
     assert seconds(on_gpu(256, num_shards=11)) < 0.9 * seconds(on_gpu(256, num_shards=10))
 
@@ -152,7 +152,7 @@ def test_operations_and_weights_are_those_of_the_network():
     (second,) = (block for block in work if block.name == "encoder.0.1")
     voxels = 2 * 64**3
     assert second.num_operations == 3 * 2 * 27 * 32 * 32 * voxels
-    # Input and result once in each of three passes, the map eight times for its norm.
+    # Each of three passes reads input and writes result once; the norm adds passes over the map.
     assert second.moved_bytes == 2 * (3 * (32 + 32) + 8 * 32) * voxels
     assert sum(block.num_norms for block in work) == 18
     num_parameters = sum(parameter.numel() for parameter in UNet3d(topology).parameters())
@@ -162,9 +162,9 @@ def test_operations_and_weights_are_those_of_the_network():
 def test_what_saves_memory_and_batch_dice_take_time():
     for option, most in (({"recompute": "level"}, 1.35), ({"offload": "skips"}, 2.0)):
         assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < most
-    level = {"recompute": "level"}  # of which nothing is offloaded
+    level = {"recompute": "level"}  # offloads nothing
     assert seconds(on_gpu(256, **level, offload="skips")) == seconds(on_gpu(256, **level))
-    # With micro-batches batch Dice passes forward once more.
+    # Batch Dice with micro-batches runs forward a second time.
     for num_micro_batches, least, most in ((1, 1.0, 1.0), (4, 1.3, 1.34)):
         plain, joined = (
             seconds(on_gpu(128, 4, num_micro_batches=num_micro_batches, batch_dice=batch_dice))
@@ -187,7 +187,7 @@ def test_messages_take_what_two_h200_took():
     assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
     assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
     assert GLOO.sum(125e6, 4) > 100 * NVLINK.sum(125e6, 4)
-    # Launched ones take longer.
+    # Launched steps take longer.
     assert links_between(on_cpu=False, captured=True) == NVLINK
     assert links_between(on_cpu=False, captured=False).exchange(1024) > 3 * NVLINK.exchange(1024)
 
@@ -233,7 +233,7 @@ def test_as_many_messages_are_counted_as_are_sent(
     }
     swapped, gathered, summed = sum(amounts["swap"]), max(amounts["gather"]), max(amounts["sum"])
     if slabs.num_divided == step.topology.num_levels:
-        gathered = summed = 0  # but for moments, whose time is that of any message
+        gathered = summed = 0  # all but moments, whose time is that of any message
     for latency, planes, sums, expected in (
         (1, math.inf, math.inf, len(logs[1])),
         (0, 1, math.inf, swapped + (num_shards - 1) * gathered),

@@ -46,14 +46,14 @@ def swept(config: Config, **more: Any) -> Sweep:
 
 
 def words(cache: Path, *overrides: str) -> list[str]:
-    """Return such settings as options of a command."""
+    """Return settings as options of a command."""
     changes = (*SMALL[:2], FLOAT32, f"data.cache={cache}", *overrides)
     return [word for change in changes for word in ("--set", change)]
 
 
 @pytest.fixture(autouse=True)
 def quick_steps(monkeypatch):
-    """Take each time once."""
+    """Time each step only once."""
     monkeypatch.setattr(sweep, "NUM_TIMED_STEPS", 1)
 
 
@@ -63,7 +63,7 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     cuts = list(dict.fromkeys(layout.cuts for layout in layouts))
     assert [(one.cuts, one.num_micro_batches) for one in layouts] == list(product(cuts, (1, 2)))
     assert cuts[0] is None and len(layouts[0].devices) == 1
-    assert cuts[1:3] == [(4,), (2,)]  # encoder and decoder, and the cut that is set
+    assert cuts[1:3] == [(4,), (2,)]  # encoder | decoder, and the cut that is set
     for row in found.rows:
         assert row.seconds > 0
         assert row.option.seconds == step_seconds(row.option.step)
@@ -79,7 +79,7 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     (first,) = (row for row in rows if row["fastest"])
     assert first["seconds"] == min(row["seconds"] for row in rows)
     assert json.loads(json.dumps(record)) == record
-    # Trainings on one device and on two each take their own.
+    # Trainings on one device and on two find their own choices.
     found.remember()
     for step, best in (
         (found.rows[0].option.step, alone),
@@ -141,7 +141,7 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Return what steps take, by mode, instead of taking any; None: out of memory."""
+    """Return fake times of steps by mode, None: out of memory; no step is run."""
     times: dict[str, float | None] = {"none": 0.3, "data": 0.2, "spatial": 0.1}
 
     def launch(arguments, folder, **options):
@@ -183,7 +183,7 @@ def test_every_mode_is_measured_and_the_fastest_is_taken(tmp_path, seconds):
     found = swept(config)
     assert [row.seconds for row in found.rows] == [0.3, 0.6, 0.2, None]
     assert found.best() is found.rows[2]
-    # Of another batch nothing is known.
+    # Nothing is known about another batch size.
     larger = settings(tmp_path, *ANY, "training.batch_size=4")
     assert choose_mode(larger, plan_without_data(larger))[0].mode == "none"
 
@@ -224,7 +224,7 @@ def test_the_command_compares_modes(tmp_path, seconds, capsys, monkeypatch):
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:
-    """Let steps run out of memory that have at most so many stages and micro-batches."""
+    """Let steps with at most these stages and micro-batches run out of memory."""
     forward_backward = NetworkExecutor.forward_backward
 
     def failing(self: NetworkExecutor, *arguments: Any, **more: Any) -> Any:
@@ -303,7 +303,7 @@ ON_GPUS = ("parallel.devices=0,1", "training.precision=auto", *LARGE)
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
-        # On CPUs what is predicted is what is measured.
+        # On CPUs predicted and measured memory are equal.
         pytest.param((), 0.0, marks=pytest.mark.nightly, id="CPU"),
         pytest.param(ON_GPUS, 0.1, marks=pytest.mark.multigpu, id="GPUs"),
     ],
@@ -343,7 +343,7 @@ def alone(tmp_path):
 
 
 def test_a_step_takes_time_and_what_was_predicted(alone, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command sets it for good
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the command sets it; this restores it
     network, path = plan_without_data(alone), tmp_path / "step.json"
     settings = tmp_path / "settings.yaml"
     settings.write_text(alone.to_yaml())
@@ -387,7 +387,7 @@ def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeyp
     monkeypatch.setattr(NetworkExecutor, "forward_backward", forward)
     monkeypatch.setattr(sweep.Optimization, "step", step)
     found = sweep.time_step(make_step((CPU,)), Group(Ranks()))
-    num_steps = 2 + sweep.NUM_TIMED_STEPS  # one makes the state, one counts memory
+    num_steps = 2 + sweep.NUM_TIMED_STEPS  # one creates optimizer state, one counts memory
     assert calls == ["forward and backward", "step"] * num_steps
     assert 0 < found[0] < 60
     ((model, before),) = models

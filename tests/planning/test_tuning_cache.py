@@ -1,4 +1,4 @@
-"""What was measured best is found by the trainings that it is of, and by no others."""
+"""The measured best choice is found again by equal trainings, and by no others."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def settings(cache: Path, *overrides: str) -> Config:
 
 
 def step(cache: Path, *overrides: str) -> Step:
-    """Return that of a training on the phantom data with these settings."""
+    """Return the step of a training on phantoms with these settings."""
     config = settings(cache, *overrides)
     network = plan_without_data(config)
     return network.step(network.settled(config), ParallelDims.resolve(config.parallel), "float32")
@@ -62,7 +62,7 @@ def test_a_choice_is_found_again(tmp_path, caplog):
     assert recall_tuned(config, here) is None
     path = remember_tuned(config, here, CHOICE)
     assert path.is_relative_to(tmp_path)
-    # What does not change the time of a step does not matter.
+    # Settings that do not change the time of a step do not matter.
     for other in (
         "training.epochs=7",
         "data.fold=1",
@@ -102,7 +102,7 @@ def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
             patch.setattr(name, other)
             assert recall_tuned(config, here) is None, name
     assert recall_tuned(config, here) == CHOICE
-    # Two stages on one GPU are not two GPUs.
+    # Two stages on one GPU differ from two GPUs.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     first, second, third = (torch.device("cuda", index) for index in range(3))
@@ -112,7 +112,10 @@ def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
 
 
 DAMAGES: tuple[dict[str, Any], ...] = ({}, {"choice": 1}, {"choice": {"cuts": []}})
-"""Records that mean nothing here; what is no record at all is in tests/inputs/test_reading.py."""
+"""Records that mean nothing here.
+
+Files that are no records at all are tested in tests/inputs/test_reading.py.
+"""
 
 
 def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
@@ -133,7 +136,7 @@ def found_by(config: Config, here: Step) -> tuple[object, ...]:
 
 def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     config, here = settings(tmp_path), step(tmp_path)
-    assert found_by(config, here) == (1, "encoder-decoder")  # as nothing is measured
+    assert found_by(config, here) == (1, "encoder-decoder")  # as if nothing was measured
     remember_tuned(config, here, CHOICE)
     with caplog.at_level("INFO"):
         taken = resolve_auto(config, here)
@@ -141,10 +144,10 @@ def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith("using 2 micro-batches and parallel.cuts=3, the fastest")
     assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
-    # What is settled stays as it is, whatever is measured later.
+    # A settled choice stays, whatever is measured later.
     remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
     assert resolve_auto(taken, here) == taken
-    # One device has micro-batches and no cut.
+    # On one device micro-batches are chosen, but no cut.
     alone = ("parallel.mode=none", "parallel.devices=cpu")
     config, here = settings(tmp_path, *alone), step(tmp_path, *alone)
     remember_tuned(config, here, replace(CHOICE, cuts=()))
@@ -168,7 +171,7 @@ def test_what_is_set_wins(setting, expected, tmp_path, caplog):
 
 
 def stages_of(folder: Path) -> list[list[str]]:
-    """Return the blocks of each stage that a run was trained in."""
+    """Return the blocks of each stage in which a run was trained."""
     record = json.loads((folder / "memory.json").read_text())
     return [slot["blocks"] for slot in record["slots"]]
 
@@ -184,7 +187,7 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     assert caplog.text.count("that plan --measure found") == 1
     recorded = load_config(folder / "config.yaml")
     assert (recorded.training.micro_batches, recorded.parallel.cuts) == (2, (3,))
-    # A later measurement changes nothing for a run that goes on.
+    # A later measurement does not change a run that is resumed.
     remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
     again = ("train", "--quiet", "--resume", "--output", folder, "--epochs", 2)
     assert run(*again, "--devices", "cpu,cpu") == 0

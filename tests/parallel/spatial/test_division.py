@@ -34,7 +34,7 @@ def test_slabs_cover_every_level_once(num_divided):
     ("size", "num_shards", "num_divided"),
     [
         ((256, 256, 256), 2, 4),  # 320 x 16^3 is 1.3 million elements
-        ((32, 32, 32), 2, 1),  # a small volume is divided all the same
+        ((32, 32, 32), 2, 1),  # small volumes are divided, too
         ((256, 256, 256), 20, 4),
         ((256, 256, 256), 40, 3),  # level 3 has 32 planes
     ],

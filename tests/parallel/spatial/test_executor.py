@@ -1,6 +1,6 @@
 """A network on slabs gives the plain network's loss, gradients and logits, in float64.
 
-The shards are threads of this process (:mod:`tests.shards`); ``test_replicas`` has processes.
+Shards are threads of this process here (:mod:`tests.shards`), and processes in ``test_replicas``.
 """
 
 import functools
@@ -43,7 +43,7 @@ ACROSS_X = {
     "strides": ((1, 1, 1), (1, 2, 2), (1, 2, 2), (2, 1, 1)),
     "kernels": ((1, 3, 3), (1, 3, 3), CUBE, CUBE),
 }
-"""Strides and kernels for thick slices across the axis that is divided."""
+"""Strides and kernels for slices that are thick along the axis that is divided."""
 ACROSS_Z = {
     "strides": ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
     "kernels": ((3, 3, 1), (3, 3, 1), CUBE, CUBE),
@@ -82,7 +82,7 @@ def batch_of(topology, size, num_samples):
 
 
 class Case:
-    """One network, one volume, and the plain network's answers."""
+    """One network, one volume, and the plain network's results."""
 
     def __init__(self, topology, size, num_samples=1, loss_fn=dice_cross_entropy):
         self.topology, self.size, self.loss_fn = topology, size, loss_fn
@@ -95,7 +95,7 @@ class Case:
 
     def run(self, num_shards, num_steps=1, **layout):
         """Return executor, loss, logits and messages of each shard."""
-        # Threads share the random state, so all are made here.
+        # Threads share the random state, so all networks are made here.
         networks = [network_of(self.topology) for _ in range(num_shards)]
 
         def work(index, messages):
@@ -113,7 +113,7 @@ class Case:
         return run_shards(num_shards, work)
 
     def check(self, num_shards, **layout):
-        """See that the shards have the plain network's loss, gradients and logits."""
+        """Check that the shards have the plain network's loss, gradients and logits."""
         shards = self.run(num_shards, **layout)
         for _, loss, logits, _ in shards:
             assert abs(loss - self.loss) <= TOLERANCE * abs(self.loss)
@@ -128,20 +128,20 @@ class Case:
 
 @functools.cache
 def cubes():
-    """Return a case with kernels of 3x3x3, of which no test changes anything."""
+    """Return a case with 3x3x3 kernels; tests must not change it."""
     return Case(topology_of(), (40, 16, 8))
 
 
 @pytest.fixture(autouse=True)
 def divides_small_maps(monkeypatch):
-    """Divide levels however small they are, and recompute whatever can be."""
+    """Divide levels of any size, and recompute everything that can be recomputed."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 0)
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 5, 7])
 def test_slabs_are_transparent(num_shards):
-    # 5 planes at the lowest level: it is whole for 7, and 3 slabs are uneven at every level.
+    # With 5 planes at the lowest level it is whole for 7 slabs; 3 slabs are uneven at every level.
     cubes().check(num_shards)
 
 
@@ -152,7 +152,7 @@ def test_slabs_are_transparent(num_shards):
     num_shards=[2, 3],
 )
 def test_levels_may_be_whole(kernels, num_divided, recompute_mode, num_shards, monkeypatch):
-    """Of 40 planes, slabs do not end with those of a whole level."""
+    """With 40 planes, ends of slabs do not fall between planes of whole levels."""
     topology, size = topology_of(**kernels), (40, 16, 8)
     steps = np.prod(np.cumprod(topology.strides, axis=0), axis=1)
     elements = [
@@ -198,7 +198,7 @@ def test_every_network_is_transparent(options):
 
 
 def test_the_head_follows_whole_levels(monkeypatch):
-    # One unit a level: upsampling from whole maps, unit and head are one block.
+    # With one unit per level, upsampling from whole maps, unit and head are one block.
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 2**40)
     Case(topology_of(encoder="residual", **SHALLOW), (14, 8, 8)).check(3)
 
@@ -206,7 +206,7 @@ def test_the_head_follows_whole_levels(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"encoder": "residual"}], ids=str)
 @pytest.mark.parametrize("smallest", [0, 12 * 40 * 4 * 2], ids=str)
 def test_hand_written_convolutions_are_transparent(options, smallest, monkeypatch):
-    """Slabs tell one another planes that are normalised as they are read, and add skips."""
+    """Slabs exchange planes before normalisation, which the reader does, and add skips."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", smallest)
     case = Case(topology_of(**options), (40, 16, 8), num_samples=2)
     monkeypatch.setattr(hopper, "suits", lambda x, inputs, outputs: True)
@@ -239,7 +239,7 @@ def test_hand_written_convolutions_are_transparent(options, smallest, monkeypatc
 
 @pytest.mark.parametrize("threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)])
 def test_thresholds_between_two_slabs_change_no_message(threshold, monkeypatch):
-    """Slabs of 16, 12 and 12 planes at a time, with every threshold of the kernels between them."""
+    """Slabs of 16, 12 and 12 planes, with each threshold of the kernels between their sizes."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", threshold)
     cubes().check(3, recompute="norm")
     cubes().check(3, recompute="level")
@@ -294,7 +294,7 @@ def test_each_shard_gathers_the_numbers_of_all_in_their_order():
 
 @pytest.mark.parametrize("fitting", [{0, 1, 2}, {0, 2}, set()], ids=str)
 def test_a_step_is_captured_by_all_shards_or_none(fitting, monkeypatch):
-    """Where the graphs of one do not fit into its memory, all launch their steps."""
+    """If the graphs of one shard do not fit into its memory, all shards launch their steps."""
     shards: dict[int, int] = {}
 
     class Captured:
@@ -328,7 +328,7 @@ def test_a_step_is_captured_by_all_shards_or_none(fitting, monkeypatch):
 
 
 class Alone:
-    """Messages of a shard whose neighbours have nothing but zeros, and never wish anything."""
+    """Messages of a shard whose neighbours send zeros, and never ask for anything."""
 
     def __init__(self):
         self.num_asked = 0
@@ -345,11 +345,12 @@ class Alone:
 
 
 def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch):
-    """Also where a run resumes with the last, smaller batch of an epoch."""
+    """Also if a run resumes at the smaller last batch of an epoch."""
     monkeypatch.setattr(graph, "POOLS", {"cpu": None})
     topology = topology_of()
     image, target = batch_of(topology, (24, 8, 8), 2)
-    # Slabs of 16 and 8 planes: of two samples the first exceeds it, of one sample neither does.
+    # Slabs of 16 and 8 planes: with two samples the first is above the limit, with one sample
+    # neither is.
     monkeypatch.setattr(executors, "MAX_CAPTURED", image[:1].numel())
     for index, planes in enumerate((slice(0, 16), slice(16, 24))):
         messages = Alone()
@@ -382,7 +383,7 @@ def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_na
             log.append("sum")
             values += 1
 
-    # Given both, because what a real group watches is only seen when a rank hangs.
+    # Passed by hand, because a real group only shows that it watches when a rank hangs.
     nothing: Any = SimpleNamespace(blocks=(), slot=SimpleNamespace(device=CPU))
     exchange = FlatExchange((nothing,), None, 2, OtherAgrees())
     exchange.watching, exchange.errors = watching, translated

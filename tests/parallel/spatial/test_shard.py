@@ -1,4 +1,4 @@
-"""What the devices of a volume tell one another."""
+"""Messages between the devices of a volume."""
 
 import torch
 

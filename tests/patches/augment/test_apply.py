@@ -96,7 +96,7 @@ def test_the_number_of_threads_changes_no_bit(size):
 
 
 def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
-    """With one for each tensor, receiving a batch of small patches took longer than a step."""
+    """With a file per tensor, receiving a batch of small patches took longer than a step."""
     image, label = volume(8, (30, 28, 26))
     cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
     small = cut_of(image, label, (12, 12, 12), (5, 6, 7), 4)
@@ -112,7 +112,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     file = io.BytesIO()
     Counting(file).dump(batch)
     (memory,) = tensors
-    assert memory.is_shared()  # so that it is not copied once more
+    assert memory.is_shared()  # so it is not copied again
     received = pickle.loads(file.getvalue())
     expected = batch.augmented()
     found = received.made(torch.full_like(expected.image, 7.0), torch.full_like(expected.target, 7))
@@ -123,7 +123,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
 
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
 def test_what_was_drawn_is_done_in_its_order(brightness):
-    """With functions that are tested against others, each on its own."""
+    """Compared with functions each of which is tested against other packages."""
     size, whole = (16, 12, 14), whole_box((16, 12, 14))
     image, label = volume(1, size)
     drawn = DrawnChannel(
@@ -159,13 +159,14 @@ def test_what_was_drawn_is_done_in_its_order(brightness):
     [
         ((40, 20, 22), (40, 20, 22), [0, 1, 39, 40]),
         ((40, 20, 22), (60, 23, 22), [0, 31, 60]),
-        # A slab that has nothing of a patch is zero, and takes part in messages about it.
+        # A slab without voxels of a patch is zero, and still takes part in messages about the
+        # patch.
         ((20, 20, 22), (60, 20, 24), [0, 10, 30, 50, 60]),
     ],
     ids=str,
 )
 def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, bounds):
-    """Each is made from a cut of its own, as a rank makes its part of a large patch."""
+    """Each slab is made from its own cut, as ranks make their parts of a large patch."""
     image, label = volume(2, (60, 28, 26))
     count = len(bounds) - 1
 
@@ -182,15 +183,15 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, 
     whole = made([cut_of(image, label, size, (8, 4, 2), 0)], shape)
     images, targets, logs = zip(*run_shards(count, work), strict=True)
     difference = (torch.cat(images, dim=2) - whole[0]).abs()
-    # A power of almost nothing tells rounding apart, so the darkest voxels differ more.
+    # A power of a number near 0 amplifies rounding, so the darkest voxels differ more.
     assert difference.max() <= 2e-5 and difference.quantile(0.999) <= 2e-6
     assert torch.equal(torch.cat(targets, dim=1), whole[1])
-    # Of both channels one before contrast, two for each gamma curve.
+    # Numbers of both channels: one message before contrast, two for each gamma curve.
     assert list(logs) == [[("gather", 2 * 5)] * (1 + 2 + 2)] * count
 
 
 def test_more_patches_are_no_more_operations(monkeypatch):
-    """On a GPU, where each is a launch, which takes the host longer than a small patch the GPU."""
+    """On a GPU each is a launch, which takes the host longer than a small patch takes the GPU."""
     monkeypatch.setattr(recipe, "sample_affine", lambda boxes, image_out, label_out: None)
     image, label = volume(2, (30, 28, 26))
 
@@ -223,13 +224,13 @@ def test_tiny_patches_survive_everything(shape):
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_gpu():
-    """Not even once: a read back would stop the steps that are queued."""
+    """Not even once: reading a value would stop the steps that are queued."""
     image, label = volume(2, (80, 80, 80))
     cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]
     batch = CutBatch(cuts=tuple(cuts), shape=(64, 64, 64)).pin_memory()
     images = torch.empty(4, 2, 64, 64, 64, device="cuda:0")
     targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
-    batch.made(images, targets)  # compiles
+    batch.made(images, targets)  # compiles the kernels
     torch.cuda.synchronize()
     with refused_waits():
         batch.made(images, targets)

@@ -34,7 +34,7 @@ def test_no_cut_is_larger(size, spacing, changes):
         boxes = [shape_of(placement.box(part, (10_000,) * 3)) for placement in placements]
         largest = np.max(boxes, axis=0)
         assert all(seen <= most for seen, most in zip(largest, bound, strict=True))
-        if changes.get("rotation_degrees") == 180:  # where every direction occurs, it is no larger
+        if changes.get("rotation_degrees") == 180:  # every direction occurs, so the bound is tight
             assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_staging_is_the_largest_cut_or_what_filters_take():
     assert largest_reach(off, (32, 30, 28), (1, 1, 1), 7) == (7, 30, 28)
     assert staging(on, voxel_bytes=12) == 13 * 32**3
     assert staging(on) == 2 * 4 * 32**3
-    # More channels at a time are taken out of the others: one more array for each, up to 2^20.
+    # Several channels at a time are copied out of the batch: one more array for each, up to 2^20.
     assert staging(on, channels=2) == 2 * 3 * 4 * 32**3
     assert staging(on, channels=2, num=7) == 14 * 3 * 4 * 32**3
     assert staging(on, channels=2, num=40) == max(32 * 3 * 4, 32 * 5) * 32**3
@@ -67,5 +67,5 @@ def test_staging_is_the_largest_cut_or_what_filters_take():
 def test_staging_of_a_slab_is_that_of_what_is_made_for_it():
     plane, slab = 32 * 32, range(4, 12)
     assert staging(PLAIN, slab) == 3 * 8 * plane
-    # Blur reaches 4 planes and coarsening 3, and what is made is not made in its place.
+    # Blur reaches 4 planes and coarsening 3, so more planes are made, in separate memory.
     assert staging(AugmentationSettings(), slab) == (5 + 2 * 4) * (12 + 4 + 3) * plane

@@ -11,7 +11,7 @@ from unet3d.patches.augment.draw import STILL, AugmentationDraw, DrawnChannel, f
 
 NUM_DRAWN = 5_000
 MAX_ERROR = 0.02
-"""At least three standard deviations of a share of as many draws."""
+"""At least three standard deviations of a share in this number of draws."""
 
 
 def draw(**changes):
@@ -19,7 +19,7 @@ def draw(**changes):
 
 
 def drawn_matrices(augmentation, count, size=(9, 9, 9), spacing_mm=(1, 1, 1)):
-    """Return the matrices of ``count`` patches, but of patches that stay as they are."""
+    """Return the matrices of ``count`` patches, without patches that are not transformed."""
     rngs = (np.random.default_rng(seed) for seed in range(count))
     drawn = [augmentation.matrix(rng, size, spacing_mm) for rng in rngs]
     return np.array([matrix for matrix in drawn if matrix is not None])
@@ -31,7 +31,7 @@ def drawn_channels(augmentation, count=NUM_DRAWN, num_channels=1, spacing_mm=(1,
 
 
 def is_uniform(values, low, high):
-    """Kolmogorov and Smirnov, and whether the extremes are as close to the ends as they must be."""
+    """Kolmogorov-Smirnov test; and the extremes must be as close to the ends as is likely."""
     reached = 10 * (high - low) / np.size(values)  # closer with a probability of 1 - exp(-10)
     begins_there = low - 1e-9 <= np.min(values) <= low + reached
     ends_there = high - reached <= np.max(values) <= high + 1e-9
@@ -95,7 +95,7 @@ def test_rotation_and_scaling_are_drawn_as_in_nnunet():
 
 @pytest.mark.parametrize("about", [0, 1, 2])
 def test_thick_slices_are_turned_all_the_way_round_in_their_plane(about):
-    """As in nnU-Net, which augments slices as if they were 2-D images."""
+    """As in nnU-Net, which augments thick slices like 2-D images."""
     spacing_mm = tuple(np.roll((6.0, 1.2, 1.0), about))
     drawn = drawn_matrices(draw(rotation_probability=1.0), 1000, (9, 9, 9), spacing_mm)
     in_mm = np.diag(spacing_mm) @ drawn @ np.linalg.inv(np.diag(spacing_mm))
@@ -109,7 +109,7 @@ def test_thick_slices_are_turned_all_the_way_round_in_their_plane(about):
 def test_each_limit_of_rotation_is_that_of_its_patches(plane):
     spacing_mm = (1, 1, 5) if plane else (1, 1, 1)
     limits = {"rotation_degrees": 12, "in_plane_rotation_degrees": 70}
-    # X and Y are alike.
+    # X and Y are treated alike.
     turns = drawn_matrices(draw(rotation_probability=1.0, **limits), 2000, (9, 9, 9), spacing_mm)
     angles = Rotation.from_matrix(turns).as_euler("xyz", degrees=True)
     assert is_uniform(angles[:, 2], *((-70, 70) if plane else (-12, 12)))
@@ -127,7 +127,7 @@ def test_nothing_else_happens_than_what_is_asked():
 
 
 def test_channels_are_drawn_apart_but_share_the_deviation_of_noise():
-    """A gamma of one channel says nothing about another, which has other extremes."""
+    """A channel's gamma does not suit another channel, which has other extremes."""
     always = AugmentationDraw(probable(1))
     drawn = [always.channels(np.random.default_rng(seed), 3, (1, 1, 1)) for seed in range(200)]
     for channels in drawn:
@@ -178,7 +178,7 @@ def test_thick_slices_keep_their_resolution():
 
 
 def test_one_probability_changes_nothing_else():
-    """So that two trainings can be compared."""
+    """So two trainings can be compared."""
     before = drawn_channels(AugmentationDraw(AugmentationSettings()), 50, 2)
     after = drawn_channels(AugmentationDraw(AugmentationSettings(gamma_probability=0)), 50, 2)
     assert [replace(channel, gamma=1) for channel in before] == after

@@ -17,7 +17,7 @@ from unet3d.preparation.prepared_image import whole_box
 
 
 def blur(channel, *sigmas, box=None):
-    """Return a channel, or a box of it, blurred in several ways."""
+    """Return a channel, or a box of it, blurred by several implementations."""
     return applied(channel, blur_matrices(sigmas, channel.shape), len(sigmas), box)
 
 
@@ -40,7 +40,7 @@ def noise(*shape):
 def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape):
     channel = noise(*shape)
     values = channel.numpy().astype(np.float64)
-    # SciPy ends the Gaussian at a whole voxel, which is 3 e-4 of its weight at most.
+    # SciPy ends the Gaussian at a whole voxel, which cuts off 3e-4 of its weight at most.
     for sigma, atol in (((0.5, 0.8, 1.0), 2e-3), ((1.0, 1.0, 1.0), 1e-5)):
         expected = ndimage.gaussian_filter(values, sigma, mode="mirror", truncate=4.0)
         np.testing.assert_allclose(blur(channel, sigma), expected, atol=atol)
@@ -68,7 +68,7 @@ def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor):
 @pytest.mark.parametrize("factor", [0.5, 0.55, 0.61, 0.77, 0.94])
 @pytest.mark.parametrize("voxels", [21, 64, 101])
 def test_coarsening_moves_nothing(voxels, factor):
-    """MONAI's takes the nearest voxel, which moved the image 0.64 voxels on average."""
+    """MONAI's version takes the nearest voxel, which moved the image by 0.64 voxels on average."""
     place = torch.arange(voxels).float()
     ramp = place[:, None, None].expand(voxels, 3, 3).contiguous()
     moved = coarsen(ramp, (factor, 1.0, 1.0))[:, 0, 0] - place
@@ -100,7 +100,7 @@ def test_a_box_is_the_same_box_of_the_whole(start):
 
 
 def test_each_channel_has_its_own_filter():
-    """Also where one keeps an axis that another one coarsens."""
+    """Also if one channel keeps an axis that another one coarsens."""
     channel, sigmas = noise(70, 9, 12), [(0.5, 1.0, 0.7), (1.0, 0.6, 0.9)]
     factors = [(1.0, 0.5, 0.8), (0.6, 1.0, 1.0), (1.0, 1.0, 1.0)]
     for change, numbers in ((blur, sigmas), (coarsen, factors)):

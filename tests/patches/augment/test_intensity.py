@@ -17,7 +17,7 @@ def channel(scale=1.0, offset=0.0):
 
 
 def bend(image, *curves):
-    """Bend a channel in several ways: by exponents, inverted or not."""
+    """Change a channel's gamma in several ways: by exponents, inverted or not."""
     exponents, inverted = zip(*curves, strict=True)
     signs = [-1.0 if one else 1.0 for one in inverted]
     channels = image.repeat(len(curves), 1, 1, 1)
@@ -37,7 +37,7 @@ def whole(image):
 
 @pytest.mark.parametrize("bounds", [(0, 5, 12), (0, 1, 11, 12), (0, 0, 12)])
 def test_levels_of_slabs_are_gathered(bounds):
-    """Also for a mean far from zero, and where a slab has margins, or no voxel."""
+    """Also with a mean far from zero, and if a slab has margins, or no voxel."""
     image = channel(2.0, 500.0)
     channels = torch.stack((image, 3 - image))
     own = []
@@ -65,7 +65,7 @@ def test_levels_of_slabs_are_gathered(bounds):
 
 
 def nnunet_gamma(values, exponent, is_inverted):
-    """The formula of batchgeneratorsv2, in float64, written anew."""
+    """The formula of batchgeneratorsv2, in float64, reimplemented."""
     sign = -1 if is_inverted else 1
     values = sign * values
     mean, std = values.mean(), values.std(ddof=1)
