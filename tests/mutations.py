@@ -29,13 +29,14 @@ HOSTILE: list[Any] = [
 
 
 def property_test(test: Callable[..., None], share: float = 1) -> Callable[..., None]:
-    """Run a property test with the number of examples of this module, and the same ones always.
+    """Run a property test with :data:`EXAMPLES`; the same ones every time by default.
 
-    An example that takes longer than 60 s, on a machine with other work, too, is an error.
+    An example that takes longer than 60 s, even on a busy machine, is an error. If the variable
+    UNET3D_EXAMPLES is set, examples are random.
 
     Args:
         test: The test.
-        share: Fewer examples, where each takes long.
+        share: Factor for the number of examples, below 1 if each takes long.
     """
     return settings(
         max_examples=max(1, int(EXAMPLES * share)),
@@ -67,7 +68,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy of copies of bytes: cut off, with bits flipped, runs replaced or doubled.
 
     Args:
-        content: Those of a valid file.
+        content: The bytes of a valid file.
     """
 
     @st.composite

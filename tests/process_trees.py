@@ -1,4 +1,4 @@
-"""The processes that another one has started, and the sockets on which they listen."""
+"""The processes that a process has started, and the sockets on which they listen."""
 
 import ipaddress
 import os
@@ -7,21 +7,21 @@ import time
 from pathlib import Path
 
 LISTENS = "0A"  # include/net/tcp_states.h
-UNCONNECTED = "07"  # of UDP: anybody may send to it
+UNCONNECTED = "07"  # UDP: anybody may send to such a socket
 
 
 def children_of(parent: int) -> list[int]:
-    """Return the processes that another one has started, in their order."""
+    """Return the child processes of a process, in the order of their ids."""
     return sorted(_children().get(parent, []))
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the children of every process."""
+    """Return the child processes of every process."""
     found: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         found.setdefault(int(fields[1]), []).append(int(path.parent.name))
     return found
@@ -35,7 +35,7 @@ def command_of(process: int) -> bytes:
 
 
 def family_of(parent: int) -> list[int]:
-    """Return the processes that another one has started, and those that these have."""
+    """Return all descendants of a process."""
     children, family = _children(), [parent]
     for one in family:
         family += children.get(one, [])
@@ -58,21 +58,21 @@ def assert_all_end(processes: list[int], within_seconds: float) -> None:
 
 
 def listening_sockets(processes: list[int]) -> set[str]:
-    """Return the addresses at which processes wait for others: IP ones, and abstract Unix ones."""
+    """Return the addresses on which processes listen: IP addresses, and abstract Unix sockets."""
     addresses: dict[str, str] = {}
     inodes: set[str] = set()
     for process in processes:
         try:
             addresses |= _addresses(process)
             links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         inodes |= {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
     return {addresses[inode] for inode in inodes if inode in addresses}
 
 
 def _addresses(process: int) -> dict[str, str]:
-    """Return the addresses by inode, of all processes in the network of one."""
+    """Return all sockets' addresses by inode, in the network namespace of a process."""
     found = {}
     for name, state in (("tcp", LISTENS), ("udp", UNCONNECTED)):
         for path in {Path(f"/proc/{process}/net/{name}"), Path(f"/proc/{process}/net/{name}6")}:
@@ -84,7 +84,7 @@ def _addresses(process: int) -> dict[str, str]:
                     found[fields[9]] = f"{name} {_readable(fields[1])}"
     for line in Path(f"/proc/{process}/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
-        is_cudas = fields[7:] and fields[7].startswith("@cuda-")  # the driver's, in every process
+        is_cudas = fields[7:] and fields[7].startswith("@cuda-")  # the driver's socket
         if int(fields[3], 16) & 0x10000 and fields[7:] and fields[7][0] == "@" and not is_cudas:
             found[fields[6]] = f"unix {fields[7]}"
     return found
@@ -98,7 +98,7 @@ def _readable(address: str) -> str:
 
 
 def is_open_to_others(socket: str) -> bool:
-    """Return whether other machines reach a socket, or all users where a file would guard it."""
+    """Return whether other machines or users reach a socket; abstract Unix ones have no guard."""
     kind, host = socket.split()[:2]
     if kind == "unix":
         return True

@@ -14,7 +14,7 @@ def pairwise(**axes: Any) -> pytest.MarkDecorator:
     greedily as in Cohen et al., "The AETG system" (IEEE TSE 1997), but without a random choice.
 
     Args:
-        axes: The values of each argument, whose text is in the names of the tests.
+        axes: The values of each argument; their text is part of the tests' names.
     """
     rows = list(product(*(range(len(values)) for values in axes.values())))
     by_day = set(_covering(rows))
@@ -30,7 +30,7 @@ def pairwise(**axes: Any) -> pytest.MarkDecorator:
 
 
 def _covering(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield rows until every pair of places has had every pair of values."""
+    """Yield rows until every pair of values of two axes has occurred."""
     num_places = min(2, len(rows[0]))
     pairs = {row: set(combinations(enumerate(row), num_places)) for row in rows}
     left = set().union(*pairs.values())

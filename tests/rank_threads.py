@@ -1,4 +1,4 @@
-"""Ranks as threads of the tests' process, for what they tell one another through a store."""
+"""Ranks as threads of the tests' process, to test their messages through a store."""
 
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -13,7 +13,7 @@ LIMIT_SECONDS = 30
 
 
 def place(rank, num_ranks, per_machine=None):
-    """Return the place of a rank, on one machine or several."""
+    """Return the environment of a rank, on one machine or several."""
     per_machine = per_machine or num_ranks
     return Ranks(
         rank=rank,
@@ -31,7 +31,7 @@ def store_of_all():
 
 
 class _StoreUntilError:
-    """A store that fails in every rank once one of them has failed, so that none waits for it."""
+    """A store that fails in every rank once one rank has failed, so that no rank waits for ever."""
 
     def __init__(self):
         self.store = store_of_all()
@@ -47,7 +47,7 @@ class _StoreUntilError:
 
 
 def in_threads(num_ranks, work, per_machine=None):
-    """Return what work returns in each rank; the error of the first rank that fails is raised."""
+    """Run ``work`` in each rank, and return the results; raise the first error, if any."""
     store: Any = _StoreUntilError()
     groups = [Group(place(rank, num_ranks, per_machine), store, store) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:

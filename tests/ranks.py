@@ -15,7 +15,7 @@ def free_port():
 
 
 def rank_variables(rank, num_ranks, port):
-    """Return what torchrun would tell a rank."""
+    """Return the environment variables that torchrun sets for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -27,14 +27,14 @@ def rank_variables(rank, num_ranks, port):
 
 
 def in_ranks(num_ranks, work):
-    """Run work in forks of this process, which so imports PyTorch once; return their statuses."""
+    """Run work in forks of this process, so that PyTorch is imported only once; return statuses."""
     return ends_of(start_ranks(num_ranks, work))
 
 
 def start_ranks(num_ranks, work):
     """Start work in forks of this process and return their ids.
 
-    To be called in a process of its own, before PyTorch has started threads.
+    The calling process must be a new one, in which PyTorch has not started threads.
     """
     port, children = free_port(), []
     for rank in range(num_ranks):
@@ -62,7 +62,7 @@ def ends_of(children):
 
 
 def environment():
-    """Return the variables of a process that calls :func:`in_ranks`, or is a rank itself."""
+    """Return the environment of a process that calls :func:`in_ranks`, or is a rank itself."""
     return {
         **os.environ,
         **import_variables(),

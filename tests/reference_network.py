@@ -1,14 +1,14 @@
-"""The function that a network of the project is, in PyTorch's own operations and nothing else."""
+"""The function that one of our networks computes, in PyTorch's own operations only."""
 
 import torch
 import torch.nn.functional as F
 
 
 class Reference:
-    """Joins skip and upsampled features along the channels, as nnU-Net does, biases and all."""
+    """Joins skip and upsampled features along the channels, like nnU-Net, with all biases."""
 
     def __init__(self, topology, weights):
-        """Take parameters by the names that they have in a checkpoint; norms are as in training."""
+        """Take parameters under their names in a checkpoint; norms work as in training."""
         self.topology = topology
         self.weights = weights
 
@@ -47,7 +47,7 @@ class Reference:
         )
 
     def _units(self, level):
-        """Count the encoder's units of a level, a stem too."""
+        """Return the number of the encoder's units at a level, including a stem."""
         topology = self.topology
         if topology.encoder == "plain":
             return range(topology.units[level] if topology.units else 2)
@@ -82,7 +82,7 @@ class Reference:
         return torch.where(x > 0, x, self.topology.negative_slope * x)
 
     def _normed(self, x, name):
-        """Normalise in closed form, with the variance of all values."""
+        """Normalise by the formula, with the biased variance."""
         nested = f"{name}.0" if f"{name}.0.weight" in self.weights else name
         n, c = x.shape[:2]
         if self.topology.norm == "batch":

@@ -1,10 +1,10 @@
-"""What of a file this process has in memory."""
+"""How much of a file this process has in memory."""
 
 from pathlib import Path
 
 
 def resident_kib(path: Path) -> int:
-    """Return what of a file, or of the files in a folder, is mapped and in memory now.
+    """Return the KiB of a file, or of the files in a folder, that are mapped and in memory now.
 
     Args:
         path: The file or folder; files that have been deleted count, too.

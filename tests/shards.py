@@ -1,4 +1,4 @@
-"""Shards of a volume in threads of one process, which tell one another tensors."""
+"""Shards of a volume as threads of one process, which exchange tensors."""
 
 import threading
 
@@ -18,7 +18,7 @@ class _Room:
 
 
 class ThreadMessages:
-    """What a thread tells the others; see :class:`unet3d.parallel.spatial.shard.Messages`."""
+    """The messages of a thread; see :class:`unet3d.parallel.spatial.shard.Messages`."""
 
     def __init__(self, room, index):
         self._room = room
@@ -51,7 +51,7 @@ class ThreadMessages:
 
 
 def run_shards(count, work):
-    """Run work(number, messages) in a thread for each shard, and return what they return."""
+    """Run work(number, messages) in a thread for each shard, and return the results."""
     room = _Room(count)
     results = [None] * count
     errors: list[BaseException] = []
@@ -60,7 +60,7 @@ def run_shards(count, work):
         try:
             results[index] = work(index, ThreadMessages(room, index))
         except threading.BrokenBarrierError:
-            pass  # another one has failed
+            pass  # another shard has failed
         except BaseException as error:
             errors.append(error)
             room.barrier.abort()

@@ -55,8 +55,8 @@ def make_step(
 
 
 def predicted(step):
-    """Return the prediction for a step, which is made once in a process."""
-    # What tests patch, and a prediction depends on.
+    """Return the prediction for a step; each step is predicted once in a process."""
+    # Values that tests patch, and on which a prediction depends.
     sizes = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS)
     return _predicted(step, (*sizes, precision.cpu_has_bfloat16(), hopper.available))
 
@@ -67,12 +67,12 @@ def _predicted(step, here):
 
 
 def measure(step, num_steps=1):
-    """Take a step as training does, and measure those that follow."""
+    """Take a step as training does, then measure further steps."""
     return _measure(step, parallelize(_network(step), step.layout), num_steps)
 
 
 def measure_shards(step):
-    """Measure every shard, which are threads."""
+    """Measure every shard; shards are threads."""
 
     def work(shard, messages):
         own = replace(step, layout=replace(step.layout, shard=shard))

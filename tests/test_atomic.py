@@ -47,7 +47,7 @@ def fail(*arguments):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is flushed and renamed, in order: the operation, and the name, of a folder with a /."""
+    """A list of flushes and renames in order: the operation and the name; folders end in a /."""
     seen = []
     fsync = os.fsync
 
@@ -171,7 +171,7 @@ def test_what_has_the_name_is_never_replaced(tmp_path, kind):
     with pytest.raises(FileExistsError), replacing(path, may_exist=False) as unfinished:
         assert unfinished.name.endswith(".nii.gz")
         unfinished.write_text("new")
-        MAKERS[kind](path)  # It comes while we write, so asking before would not have helped.
+        MAKERS[kind](path)  # It appears while we write, so a check beforehand would miss it.
         before = path.lstat()
     with pytest.raises(FileExistsError):
         create(path)
@@ -201,7 +201,7 @@ def test_of_many_writers_of_a_new_file_one_wins(tmp_path):
 
 def test_a_folder_of_that_name_is_kept(tmp_path):
     (tmp_path / "folder").mkdir()
-    write_many(tmp_path / "folder")  # an empty one counts as none
+    write_many(tmp_path / "folder")  # an empty folder may be replaced
     with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "folder"):
         pass
     assert (tmp_path / "folder" / "inner" / "file").read_text() == "new"
@@ -229,7 +229,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
 
 @pytest.mark.parametrize("broken", ["fsync", "writer", 1, 2])
 def test_a_folder_that_cannot_be_replaced_is_kept(tmp_path, broken, monkeypatch):
-    """A number is that of the rename that fails."""
+    """A number means: the rename with this number fails."""
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old").touch()
@@ -256,7 +256,7 @@ def test_the_file_may_be_read_by_whom_the_user_allows(tmp_path, umask, mode):
     try:
         write_one(tmp_path / "file")
     finally:
-        assert os.umask(before) == umask  # it was left as it was
+        assert os.umask(before) == umask  # the umask is restored
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
@@ -325,7 +325,7 @@ def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
 
 
 def test_what_another_machine_has_made_stays_for_a_day(tmp_path):
-    """Its lock may not be seen here."""
+    """Its lock may be invisible here."""
     other, old = (tmp_path / f"{PREFIX}{'0' * 8}{letter * 24}-name" for letter in "ab")
     for path in (other, old):
         path.touch()
@@ -338,7 +338,7 @@ def test_what_another_machine_has_made_stays_for_a_day(tmp_path):
 
 
 def left_by_a_killed_process(work, *arguments):
-    """Have a process do work, which kills it."""
+    """Run work that must kill its process."""
     ended = warm.run_call(work, *arguments)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
@@ -367,7 +367,7 @@ def test_what_a_killed_process_has_left_goes_when_the_next_one_writes_there(tmp_
 
 
 def replace_until_killed(path, number):
-    """Replace a folder, and be killed instead of a rename."""
+    """Replace a folder, with a kill in place of the rename with this number."""
     numbers, rename = itertools.count(1), os.rename
 
     def rename_or_die(source, target):
@@ -383,7 +383,7 @@ def replace_until_killed(path, number):
 
 @pytest.mark.parametrize(("number", "kept"), [(1, "old"), (2, "old"), (3, "new")])
 def test_a_folder_is_not_lost_when_its_replacement_is_killed(tmp_path, number, kept):
-    """The third is not called: the old folder is being deleted."""
+    """There is no third rename: the old folder is already being deleted."""
     path = tmp_path / ("n" * 250)
     path.mkdir()
     (path / "old").touch()
@@ -423,7 +423,7 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_told_and_a_pipe_is_not_replaced(tmp_path):
-    """Nor is /dev/null, which only root could replace."""
+    """/dev/null is not replaced either, which only root could do."""
     with pytest.raises(FileNotFoundError):
         write_one(tmp_path / "missing" / "file")
     pipe = tmp_path / "pipe"

@@ -1,4 +1,4 @@
-"""Awkward files through the command line: segmented on their own grid, or refused in one line."""
+"""Awkward files on the command line: segmented on their own grid, or refused in one line."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from tests.images.samples import loaded, write_json
 from tests.networks import write_checkpoint
 from unet3d.images.files import volume_stem
 
-# What a network with one channel cannot segment, and words of the reason. All else it can.
+# Files that a network with one channel cannot segment, and words of the reason. It can segment all
+# others.
 CHANNELS = "but the network was trained on 1 (channel 0)"
 REFUSED = {
     "natural/sct_mt_mtr.nii.gz": "633 of 8000 voxels that are NaN or infinite",
@@ -35,7 +36,7 @@ REFUSED = {
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
 
-# One scan, stored in many ways.
+# Files that store one scan in many ways.
 SAME_SCAN = [
     *("plain_image.nii", "pair_image.hdr", "nifti2_image.nii.gz", "mgh_image.mgz"),
     *("bigendian_image.nii.gz", "float64_image.nii.gz", "singleton4d_image.nii.gz"),
@@ -46,7 +47,7 @@ SAME_SCAN = [
 
 @pytest.fixture(scope="module")
 def predicting(tmp_path_factory):
-    """The command with a network whose grid is coarse, which spares the tests the time."""
+    """The command, with a network whose spacing is coarse, to save time."""
     folder = tmp_path_factory.mktemp("network")
     checkpoint = write_checkpoint(
         folder / "random.pt", spacing_mm=(3.0, 3.0, 3.0), patch_size=(24, 24, 24)
@@ -67,7 +68,7 @@ def segmented(path):
 
 
 def manifest():
-    """Name the files when tests are collected; without the data each test skips by itself."""
+    """List the files when tests are collected; without the data each test skips itself."""
     root = Path(__file__).resolve().parent.parent.parent
     folder = Path(os.environ.get("UNET3D_TEST_DATA", root / "shared" / "data"))
     try:
@@ -92,7 +93,7 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, expected, t
         assert status == 1
         line = error_line(captured.err)
         assert str(path) in line and REFUSED[name] in line
-        assert captured.out in ("", f"using {predicting[2]}\n")  # headers are read before
+        assert captured.out in ("", f"using {predicting[2]}\n")  # headers are read first
         assert not output.exists()
         return
     assert status == 0, captured.err
@@ -113,7 +114,7 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, expected, t
         np.testing.assert_array_equal(segmented(output), expected)
 
 
-# The faults of a data set: the files of each case, and words of what is found, if anything.
+# Faults of data sets: the files of each case, and words of the finding, or None.
 CASES = {
     "sound": ("ref_image.nii.gz", "ref_label.nii.gz", None),
     "turned": ("LPS_image.nii.gz", "ASR_label.nii.gz", None),
@@ -137,7 +138,7 @@ BEFORE_VOXELS = ("shifted", "short", "channels", "nothing", "missing")
 
 @pytest.fixture
 def broken(test_data, tmp_path):
-    """A data set with every fault there is."""
+    """A data set with every one of these faults."""
     derived, root = test_data / "awkward" / "derived", tmp_path / "broken data"
     training = []
     for folder in ("imagesTr", "labelsTr"):

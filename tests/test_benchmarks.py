@@ -1,4 +1,4 @@
-"""The benchmarks parse the commands that the documents show, and run where a CPU is enough."""
+"""The benchmarks accept the commands in the documents, and those for a CPU run."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ def load(monkeypatch):
 @pytest.fixture
 def run(load, monkeypatch, capfd, tmp_path):
     def run_script(name, options):
-        """Return the record and the table of a benchmark."""
+        """Run a benchmark, and return its record and its table."""
         path = tmp_path / "record.json"
         script = ROOT / "benchmarks" / f"{name}.py"
         monkeypatch.setattr(sys, "argv", [str(script), "--json", str(path), *shlex.split(options)])
@@ -91,7 +91,7 @@ def test_convolutions_are_compared_in_all_ways(run):
     assert "8-40@2x4        normalized-weight-gradient" in table
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # PyTorch 2.11's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by PyTorch 2.11
 @pytest.mark.nightly
 def test_trainings_are_timed_and_whole_runs_too(run, tmp_path):
     sizes = "--channels 4,8 --shape 16,16,16 --volume 32,32,32 --num-cases 3 --turns 2 --steps 2"
@@ -148,7 +148,7 @@ def test_memory_is_predicted_and_cubes_are_tried(run, load):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)  # with nnU-Net's planner and trainer beside ours
+@pytest.mark.timeout(900)  # runs nnU-Net's planner and trainer, too
 def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
@@ -165,7 +165,7 @@ def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     assert over_folds["mean"] == pytest.approx(sum(folds) / 2)
     assert over_folds["standard_deviation"] == pytest.approx(abs(folds[0] - folds[1]) / 2**0.5)
     assert "| unet3d, validation, plain | 2, 2 |" in table
-    again, _ = run("quality", options)  # nothing is trained anew
+    again, _ = run("quality", options)  # models are not trained again
     assert again["rows"] == record["rows"]
 
 

@@ -37,6 +37,6 @@ def test_its_sections_differ_from_the_defaults_its_patch_suits_and_it_says_how_t
         assert any(resolved[name] != defaults[name] for name in names), section
     size = config.patches.size
     if isinstance(size, str):
-        size = (256, 256, 256)  # a volume that such a network is meant for
+        size = (256, 256, 256)  # a volume for such a network
     topology = plan_topology(config.model, size, (1.0, 1.0, 1.0), 1, 2)
     assert all(n % step == 0 for n, step in zip(size, topology.total_stride, strict=True))

@@ -1,7 +1,7 @@
 """The documents: their commands run, their Python does what it says, their links lead somewhere.
 
-A fenced block of ``bash`` or ``python`` is run in a folder that holds what the documents name. One
-that needs more than this machine has says so in a comment before it: ``<!-- needs: GPU -->``.
+Fenced blocks of ``bash`` or ``python`` run in a folder with the files that the documents name. If
+a block needs more than this machine has, a comment before it says so: ``<!-- needs: GPU -->``.
 """
 
 import io
@@ -43,14 +43,14 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a document."""
+    """A fenced block of code in a document."""
 
     needs: str
     language: str
     text: str
 
     def commands(self):
-        """Return the words of each command."""
+        """Return each command as a list of words."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
@@ -60,7 +60,7 @@ def blocks_of(document):
 
 
 def with_blocks(language):
-    """Return the documents with blocks that are run."""
+    """Return the documents that have blocks to run."""
     return [
         pytest.param(document, id=str(document.relative_to(ROOT)))
         for document in DOCUMENTS
@@ -69,13 +69,13 @@ def with_blocks(language):
 
 
 def on_cpus(devices):
-    """Return as many CPUs as a list of GPUs has, since there may be none."""
+    """Return as many CPUs as a list of GPUs has, because there may be no GPUs."""
     names = devices.split(",")
     return ",".join("cpu" if name.isdigit() else name for name in names)
 
 
 def shortened(words):
-    """Return a command of unet3d that does the same with smaller numbers."""
+    """Return a command of unet3d with smaller numbers, which does the same."""
     words = list(words)
     for option, smaller in (("--epochs", "2"), ("--window", "8,8,8")):
         if option in words and words[words.index(option) + 1] != "whole":
@@ -86,7 +86,7 @@ def shortened(words):
     if "--folds" in words and words[words.index("--folds") + 1] == "all":
         words[words.index("--folds") + 1] = "0,1"
     if words[0] == "train" and "--resume" not in words:
-        if len(words) == 1 or words[1].startswith("-"):  # on phantoms
+        if len(words) == 1 or words[1].startswith("-"):  # no data set named: phantoms
             words += ["--set", "data.phantom_shape=16,16,16"]
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
         for option, value in zip(SMALL[::2], SMALL[1::2], strict=True):
@@ -131,7 +131,7 @@ def prepared(tmp_path_factory):
 
 
 def failures_in(document):
-    """Run the commands of a document in this folder; yield those that fail, with their errors."""
+    """Run the commands of a document in this folder; yield failing ones with their errors."""
     for block in blocks_of(document):
         for program, *words in block.commands() if block.language == "bash" else ():
             if block.needs or program == "source":
@@ -147,7 +147,7 @@ def failures_in(document):
                     status = run(*words)
                 if status != 0:
                     yield shlex.join(words), errors.getvalue()[-300:]
-            elif program == "make":  # its targets exist; CI runs them
+            elif program == "make":  # CI runs the targets; here they must exist
                 subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
             elif program == "pytest":
                 assert (ROOT / words[0]).exists()
@@ -192,7 +192,7 @@ def test_what_blocks_need_is_known():
 
 
 def test_commands_parse_and_their_settings_exist():
-    """Each ``unet3d ...`` line that documents and configurations show, also of marked blocks."""
+    """Each ``unet3d ...`` line in documents and configurations, also in blocks that are not run."""
     shown = set()
     for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
         text = re.sub(r"\\\n#? *", "", document.read_text())
@@ -203,12 +203,12 @@ def test_commands_parse_and_their_settings_exist():
                 continue
             name, *arguments = shlex.split(match[1].partition(" > ")[0], comments=True)
             command = commands.get_command(None, name)
-            if command is None:  # a sentence that begins with the name
+            if command is None:  # a sentence that begins with unet3d
                 assert document.suffix == ".md" and line.endswith((".", ":", ",")), (document, line)
                 continue
             shown.add(name)
             parsed = command.make_context(name, arguments).params
-            # The settings that they change exist, and the configurations that they name.
+            # Settings and configurations in the lines exist.
             if "--resume" in arguments or not isinstance(command, Command):
                 continue
             if (path := parsed.get("config_path")) is not None:
@@ -246,7 +246,7 @@ def test_every_picture_is_shown_and_drawn_by_a_script():
     assert {path.name for path in pictures} == pictures_shown()
     assert sum(path.stat().st_size for path in pictures) <= 900_000
     scripts = "".join(path.read_text() for path in docs.glob("draw_*.py"))
-    # The frontier was measured on a GPU, once.
+    # The frontier was measured on a GPU, and cannot be drawn anew.
     assert {name for name in pictures_shown() if name not in scripts} == {"frontier.png"}
 
 
@@ -282,7 +282,7 @@ def test_every_answer_is_linked_from_the_list_of_questions():
 
 
 def test_sizes():
-    """README is read to its end, pages are read at once, and all of them stay few."""
+    """README is read to its end, and pages must be short enough to be read at once."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 150 and len(readme.split()) <= 1100
     pages = {page: page.stat().st_size for page in (ROOT / "docs").rglob("*.md")}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)])
 def test_resnet50_in_two_stages(devices, tmp_path, monkeypatch, capsys):
-    """Run the example's file as a program, in this process, which has imported MONAI already."""
+    """Run the example's file in this process, which has imported MONAI already."""
     picture, record_path = tmp_path / "times.png", tmp_path / "times.json"
     options = f"--devices {devices} --shape 17,17,17 --width 0.0625 --batch-size 4 --steps 3"
     outputs = ("--output", str(picture), "--json", str(record_path))
@@ -39,7 +39,7 @@ def test_resnet50_in_two_stages(devices, tmp_path, monkeypatch, capsys):
     ]
     for row in rows:
         assert len(row["seconds"]) == 3 and min(row["seconds"]) > 0
-        # The same network and batch, whatever the split.
+        # Network and batch are the same for every split.
         assert row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=1e-2)
         milliseconds = 1000 * statistics.median(row["seconds"])
         assert f"{milliseconds:.1f}" in output and f"{row['first_loss']:.4f}" in output

@@ -1,6 +1,7 @@
-"""How much of the package a command takes: the modules whose functions run, and those it loads.
+"""How much of the package a command needs: modules whose functions run, and modules it imports.
 
-Ceilings only go down: who follows a command has to open what runs. Another CPU may take two more.
+Ceilings must only be lowered: to understand a command, one has to read every module that runs. Two
+more are allowed, which other CPUs need.
 """
 
 import subprocess
@@ -33,7 +34,7 @@ print("modules", len([name for name in ran if name.startswith(root)]), len(loade
 
 
 def counted(*arguments: object) -> tuple[int, int]:
-    """Return how many modules run, and how many are loaded, by ``unet3d ARGUMENTS``."""
+    """Return how many modules ``unet3d ARGUMENTS`` runs, and how many it imports."""
     command = [sys.executable, "-c", COUNT, *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=process_environment(), timeout=240

@@ -11,7 +11,7 @@ from unet3d.interruption import SIGNALS, deferred_interruption, postponed_interr
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """All signals act as Ctrl-C does at a terminal."""
+    """All signals act like Ctrl-C in a terminal."""
     before = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
@@ -30,7 +30,7 @@ def test_the_first_signal_is_a_request_and_the_second_acts_but_a_rank_is_told_mo
         for _ in range(3):
             signal.raise_signal(number)
         assert request.signal_number == number
-    with pytest.raises(KeyboardInterrupt):  # as before
+    with pytest.raises(KeyboardInterrupt):  # handlers are restored
         signal.raise_signal(number)
 
 
@@ -63,18 +63,18 @@ def test_another_program_handles_what_was_postponed_once(number):
 
 
 def test_a_handler_that_is_not_pythons_stays(monkeypatch):
-    """Python tells none, and could not put it back."""
+    """Python does not know it, and could not restore it."""
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda one: None if one == 15 else known(one))
     with deferred_interruption() as request:
-        with pytest.raises(KeyboardInterrupt):  # by the handler of these tests
+        with pytest.raises(KeyboardInterrupt):  # from the handler of these tests
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert request.signal_number == signal.SIGINT
 
 
 def in_a_program(code, tmp_path):
-    """Run code in a program that handles signals as ours does."""
+    """Run code in a program that handles signals like ours."""
     (tmp_path / "interrupted_import.py").write_text(
         "import signal\n"
         "try:\n"
@@ -148,7 +148,7 @@ except Interrupted as interruption:
 
 
 def test_a_signal_interrupts_no_counting_of_allocations(tmp_path):
-    """PyTorch would end the process by SIGABRT at some of its operations."""
+    """Some of PyTorch's operations would end the process by SIGABRT."""
     done = in_a_program(COUNTS, tmp_path)
     expected = "torch.Size([3])\ncounted\nSIGTERM 143\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")

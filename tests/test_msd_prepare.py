@@ -48,7 +48,7 @@ def run(script, *arguments):
 
 
 def refusal(script, archive):
-    """Return what is said of an archive of which nothing is kept: one line."""
+    """Return the error for an archive, one line, after checking that nothing of it is left."""
     output = archive.parent / "deep" / "out"
     result = run(script, archive, "--output", output)
     assert result.exit_code == 1 and not list(output.glob("*"))
@@ -138,7 +138,7 @@ def test_sizes_that_no_memory_or_disk_holds_are_refused(script, source, tmp_path
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     said = refusal(script, archive)
     assert f"{tmp_path} has 19.53 KiB free" in said and "--output" in said
-    assert not (tmp_path / "deep").exists()  # nor was anything unpacked
+    assert not (tmp_path / "deep").exists()  # nothing was unpacked either
 
 
 def test_says_what_is_wrong_with_the_data_beside_the_archive(script, source, tmp_path):

@@ -37,7 +37,7 @@ def python(*arguments, **options):
         ("commands(['--help'], standalone_mode=False)", HEAVY),
         ("commands(['train', '--help'], standalone_mode=False)", HEAVY),
         ("commands(['config'], standalone_mode=False)", HEAVY),
-        ("import unet3d.training.job", ("monai",)),  # metrics are for the end of a training
+        ("import unet3d.training.job", ("monai",)),  # metrics are for a training's end
         (
             "import unet3d; unet3d.load('network.pt', devices='cpu').segment('scan.nii.gz')",
             ("monai", "matplotlib", "sympy", "tensorboard"),
@@ -62,7 +62,7 @@ def test_every_way_to_start_it_is_the_same_program(arguments):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
-    # In a copy: building writes beside the sources.
+    # In a copy, because building writes beside the sources.
     for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("unet3d", "tests"):
@@ -78,7 +78,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     metadata = f"unet3d_parallel-{__version__}.dist-info/"
     in_package = {name for name in names if not name.startswith(metadata)}
     assert in_package == {str(path.relative_to(ROOT)) for path in files}
-    # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
+    # py.typed tells type checkers to trust the annotations (PEP 561).
     assert {"unet3d/py.typed", "unet3d/__init__.pyi"} <= in_package
     for licence in ("LICENSE", "unet3d/reports/pages/niivue/LICENSE"):
         assert f"{metadata}licenses/{licence}" in names
@@ -91,7 +91,7 @@ def normalized(name):
 
 
 def pins_of(path):
-    """The packages that a file pins, each with its version; every line of it is a pin."""
+    """Return the packages pinned in a file, with versions; every line must be a pin."""
     lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
     found = [re.fullmatch(r"([\w.-]+)==([^ ;]+)(.*)", line) for line in lines if line]
     assert all(found)
@@ -109,19 +109,19 @@ def test_dependencies_are_pinned_and_the_lock_of_the_image_has_the_pins_with_has
     project, builder = of_file["project"], of_file["build-system"]["requires"]
     wanted = project["dependencies"]
     assert names_of(sum(project["optional-dependencies"].values(), wanted)) <= pins.keys()
-    # And what torch needs for GPUs, which a machine without one does not install.
+    # Also packages that torch needs for GPUs, which a machine without one does not install.
     of_gpus = {"triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"}
-    of_gpus.add("nvidia-cuda-nvrtc")  # compiles kernels where they run
+    of_gpus.add("nvidia-cuda-nvrtc")  # compiles kernels at run time
     assert names_of([*wanted, *builder]) | of_gpus <= lock.keys()
     target = {"python_version": "3.12", "python_full_version": "3.12.14", "extra": ""}
     for name, (version, more) in lock.items():
         assert version == pins[name][0]
         assert re.fullmatch(r"(--hash=sha256:[0-9a-f]{64} ?)+", more), name
-        # All that a package needs is in the lock, too.
+        # Everything that a package needs is in the lock, too.
         try:
             needed = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # only there with GPUs
+            continue  # installed with GPUs only
         for requirement in map(Requirement, needed):
             if requirement.marker is None or requirement.marker.evaluate(target):
                 found, _ = lock[normalized(requirement.name)]
@@ -153,7 +153,7 @@ def test_the_citation_is_of_this_version():
 
 
 def instructions():
-    """The Dockerfile's instructions, continued lines joined, comments left out."""
+    """Return the Dockerfile's instructions, with continued lines joined, without comments."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     return [line.split(maxsplit=1) for line in text.replace("\\\n", " ").splitlines() if line]
 

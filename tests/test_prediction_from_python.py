@@ -1,4 +1,4 @@
-"""Prediction from Python: the same as the command's, wherever an image comes from."""
+"""Prediction from Python equals prediction by the command, for images from any source."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ from unet3d.errors import (
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
-"""Voxels of 1.5 x 1 x 2 mm whose axes run to the back, to the top and to the right."""
+"""An affine with voxels of 1.5 x 1 x 2 mm, whose axes run to the back, top and right."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_several_networks_and_devices_and_threads_do_as_the_command(checkpoint, 
     for devices in ("cpu", "cpu,cpu", ["cpu", device], device):
         segmenter = unet3d.load(checkpoint.parent, other, devices=devices)
         assert np.array_equal(labels_of(segmenter.segment(file)), expected)
-    with ThreadPoolExecutor(4) as threads:  # which wait for one another
+    with ThreadPoolExecutor(4) as threads:  # the threads wait for one another
         for found in threads.map(segmenter.segment, [file] * 8):
             assert np.array_equal(labels_of(found), expected)
 
@@ -173,7 +173,7 @@ def test_an_image_that_cannot_be_read_or_understood_is_refused(segmenter, file):
         segmenter.segment(image)
     turned = nib.AnalyzeImage(np.zeros((4, 4, 4), np.float32), TURNED)
     with pytest.raises(VolumeError, match="the image is a nibabel AnalyzeImage, which may not"):
-        segmenter.segment(turned)  # left from right
+        segmenter.segment(turned)  # left and right are swapped
 
 
 def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
 
 
 def test_files_are_segmented_as_the_command_does(checkpoint, file, tmp_path, caplog):
-    """With all that it writes, in this process or in ranks, and what is wrong at the end."""
+    """With all results, in this process or in ranks, and with errors listed at the end."""
     bad = tmp_path / "bad.nii.gz"
     bad.write_bytes(b"nothing")
     words = ("--checkpoint", checkpoint, "--devices", "cpu", "--overlap", 0.25, "--statistics")

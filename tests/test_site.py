@@ -1,4 +1,4 @@
-"""The site that ``make docs`` builds: strict, complete, and without a word to the network."""
+"""The site that ``make docs`` builds: strict, complete, and without network requests."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Page(HTMLParser):
-    """What a page shows, links to, and loads."""
+    """The text of a page, its links, and the files that it loads."""
 
     def __init__(self, path):
         super().__init__()
@@ -70,7 +70,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
     assert len(pages) > 15
     for path, page in pages.items():
         links = page.loaded + page.links
-        for link in links if path.name != "404.html" else ():  # whose are those of the site's root
+        for link in links if path.name != "404.html" else ():  # its links are relative to the root
             if re.match(r"(https?|mailto):", link):
                 assert link not in page.loaded, f"{path.name} loads {link}"
                 continue
@@ -80,7 +80,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
             if anchor and target in pages:
                 assert anchor in pages[target].ids, f"{path.name}: {link}"
         assert "@import" not in page.text
-        # Docstrings are shown without marks of another language.
+        # Docstrings appear without reStructuredText markup.
         assert not re.search(r":(?:class|func|meth|mod):", page.text), path.name
 
 

@@ -1,4 +1,4 @@
-"""Live lines: where they are shown, what stands above them, and that nothing is left of them."""
+"""Live lines: where they are shown, the lines above them, and that they disappear."""
 
 import io
 import logging
@@ -28,9 +28,9 @@ class Terminal(io.StringIO):
 
 @contextmanager
 def on_terminal(monkeypatch, made=None, kind=TerminalHandler):
-    """Have a terminal in the place of stderr, to which the log of our command line goes.
+    """Replace stderr by a terminal, to which our command line's log goes.
 
-    It is no fixture, because pytest puts its own stream there when the test begins.
+    Not a fixture, because pytest sets its own stderr when the test begins.
     """
     made = made or Terminal()
     for name in ("TERM", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
@@ -47,7 +47,7 @@ def on_terminal(monkeypatch, made=None, kind=TerminalHandler):
 
 
 def left_of(written):
-    """Return the lines that a terminal shows in the end, but those that are empty."""
+    """Return the lines that a terminal shows in the end, without empty ones."""
     rows, row = [""], 0
     for piece in re.split(r"(\n|\x1b\[[0-9;?]*[A-Za-z])", written):
         if piece == "\n":
@@ -80,7 +80,7 @@ def test_a_bar_counts_and_leaves_what_was_logged_even_if_interrupted(monkeypatch
 
 
 def test_a_log_in_a_file_stays_there(monkeypatch):
-    """Such as of ``unet3d train 2> log``, whose live line is on stdout."""
+    """Such as ``unet3d train 2> log``, whose live line is on stdout."""
     screen = Terminal()
     with on_terminal(monkeypatch, io.StringIO()) as file:
         with Progress(console=Console(file=screen)):

@@ -1,4 +1,4 @@
-"""Training from Python: the same run as the command's, in a program that stays as it was."""
+"""Training from Python: the same run as the command's, without side effects on the program."""
 
 import io
 import json
@@ -37,7 +37,7 @@ from unet3d.training import job
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A current folder of the test's own."""
+    """An empty current folder for the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with without_pictures():
@@ -56,7 +56,7 @@ def train(output, cache, settings=(), **more):
 
 @pytest.fixture(scope="module")
 def undisturbed(cache, tmp_path_factory):
-    """The run of the command that the others are compared with."""
+    """The run of the command with which other runs are compared."""
     folder = tmp_path_factory.mktemp("command") / "run"
     assert run(*words(folder, cache), "--devices", "cpu", "--quiet") == 0
     return folder
@@ -128,7 +128,7 @@ def test_a_program_stays_as_it_was(folder, monkeypatch, caplog):
     torch.set_num_threads(64)
     try:
         before = _state()
-        tiny = {"data.phantom_shape": "16,16,16", "patches.size": "8,8,8"}  # new phantoms
+        tiny = {"data.phantom_shape": "16,16,16", "patches.size": "8,8,8"}  # other phantoms
         found = train("run", folder / "cache", settings=tiny, epochs=2)
         assert _state() == before
     finally:
@@ -175,7 +175,7 @@ def test_a_run_that_is_stopped_goes_on(cache, undisturbed, caplog):
     found = unet3d.train(output="run", resume=True)
     assert_same_weights(found.folder, undisturbed)
     assert_same_validation(found.folder, undisturbed)
-    again = unet3d.train(output="run", resume=True)  # nothing is left to do
+    again = unet3d.train(output="run", resume=True)  # the run is finished
     assert again == found and found.mean_dice is not None
 
 
@@ -195,14 +195,14 @@ def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch
         runs = list(threads.map(lambda own: train(*own), options))
     assert events == ["begins", "ends"] * 2
     assert_same_weights(runs[0].folder, undisturbed)
-    # Without a folder, a run is put where the command puts it.
+    # By default a run is in the same folder as with the command.
     assert runs[1].folder.parent == folder / "runs"
     assert runs[1].folder.name.startswith("phantom-fold0-")
 
 
 @pytest.mark.nightly
 def test_a_script_hears_its_ranks_and_need_not_ask_for_its_name(folder, undisturbed):
-    """Processes that train, prepare cases and cut patches must not run it again."""
+    """Processes that train, prepare cases or cut patches must not run the script again."""
     changes = {"data.num_workers": 1, "parallel.mode": "data"}
     settings = {**small(str(folder / "new cache")), **changes}
     (folder / "training_script.py").write_text(

@@ -1,4 +1,4 @@
-"""Every way of spreading the network gives the plain network's loss and gradients."""
+"""Every parallel mode gives the plain network's loss and gradients."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_what_is_made_again_is_transparent(options, recompute, cuts, loss_fn, mo
     _, _, plain = plain_gradients(topology, 3, loss_fn)
     expected, found = plain.state_dict(), executor.module.state_dict()
     assert list(found) == list(expected)
-    for name, value in found.items():  # of statistics too: a batch counts once, if it runs twice
+    for name, value in found.items():  # also statistics: a batch counts once, even if it runs twice
         assert torch.equal(value, expected[name]), name
 
 
@@ -89,10 +89,10 @@ THREE_UNITS = {"units": (3, 3, 2), "decoder_units": (3, 3), "deep_supervision": 
 def test_maps_that_are_never_normalised_are_transparent(
     options, recompute, stages, batch, adds_skips, monkeypatch
 ):
-    """Hand-written convolutions normalise what they load, and add, here in their plain versions."""
+    """Hand-written convolutions, here in plain versions, normalise while they load, and add."""
     (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
     topology = make_topology(**options)
-    # Before anything is replaced; this is what the step is compared with.
+    # The results to compare with are computed before anything is replaced.
     plain_gradients(topology, num_samples, PER_SAMPLE, False)
     expected = plain_logits(topology, num_samples)
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
@@ -113,10 +113,10 @@ def test_maps_that_are_never_normalised_are_transparent(
     monkeypatch.setattr(op, "add_convolution", adding)
     layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
     executor = check_step(topology, num_samples, recompute=recompute, **layout)
-    # Where levels run again, only units within a block are fused.
+    # With recomputed levels, only units within a block are fused.
     may_fuse = recompute != "level" or topology.encoder == "residual"
     assert any(fused) == (may_fuse and topology.norm == "instance")
-    # A cut may come between a skip's convolution and the block that adds it.
+    # A cut may separate a skip's convolution from the block that adds it.
     may_add = any(
         len(adding_skips(stage.blocks, stage.outputs)) < len(stage.blocks)
         for stage in executor.stages
@@ -137,7 +137,7 @@ def test_maps_that_are_never_normalised_are_transparent(
 def test_ignored_voxels_and_regions_are_transparent(
     joins_samples, regions, deep_supervision, num_micro_batches, num_samples
 ):
-    """Micro-batches in which unequal shares are labelled, and nothing at all."""
+    """Unequal shares of micro-batches are labelled, and in one nothing is."""
     loss_fn = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(deep_supervision=deep_supervision)
     layout = {"num_devices": 2, "num_micro_batches": num_micro_batches}
@@ -157,7 +157,7 @@ def test_a_scale_changes_gradients_but_not_the_reported_loss(loss_fn, num_micro_
 
 
 def _step_on(model, layout, image, target):
-    """Return the loss of a step on any devices, and all gradients in a row."""
+    """Return the loss of a step on some devices, and all gradients joined."""
     executor = parallelize(model, layout)
     image, target = image.to(executor.input_device), target.to(executor.output_device)
     loss = executor.forward_backward(image, target, dice_cross_entropy).total
@@ -193,7 +193,7 @@ def test_gpus_are_transparent_or_close(devices, options, autocast, tolerance):
     assert abs(found.item() - loss.item()) <= tolerance * loss.item()
     expected = torch.cat([value.flatten() for value in gradients.values()])
     similarity = torch.nn.functional.cosine_similarity(actual, expected, dim=0)
-    # In lower precision each gradient is noisy; all of them must point the same way.
+    # In lower precision single gradients are noisy, but all point the same way.
     assert 1 - similarity <= tolerance
     if autocast is None:
         assert_close(actual, expected, "gradients")
@@ -205,8 +205,8 @@ def test_gpus_are_transparent_or_close(devices, options, autocast, tolerance):
 def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
     num_slots, thick_mm, monkeypatch
 ):
-    """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
-    # Where levels run again no block takes over what another does, so both may not.
+    """Maps with zeros around Z, pairs of voxels: recomputing repeats the same operations."""
+    # With recomputed levels blocks are not fused, so fusing is switched off in both runs.
     monkeypatch.setattr(step, "deferring", lambda blocks, outputs: tuple(blocks))
     monkeypatch.setattr(step, "convolves_by_hand", lambda device, lowered: False)
     settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic", deep_supervision=False)
@@ -227,5 +227,5 @@ def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
         found.append(_step_on(UNet3d(topology), layout, image, target))
     (loss, gradients), (loss_again, gradients_again) = found
     assert torch.equal(loss, loss_again)
-    # cuDNN may add in another order the second time.
+    # The second time cuDNN may add in another order.
     assert (gradients - gradients_again).norm() < 1e-3 * gradients.norm()

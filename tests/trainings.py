@@ -1,4 +1,4 @@
-"""Short trainings on phantoms, in this process or in one of their own, and what they leave."""
+"""Short trainings on phantoms, in this process or in new ones, and checks of their files."""
 
 import itertools
 import json
@@ -30,11 +30,11 @@ from unet3d.training.plan import Plan, Run
 
 SMALL = (
     "data.phantom_shape=24,24,24",
-    "data.num_folds=20",  # one case of 20 validates
+    "data.num_folds=20",  # one of 20 cases is for validation
     "data.num_workers=0",
     "patches.size=16,16,16",
     "training.steps_per_epoch=4",
-    "patches.augmentation=nnunet",  # also where a CPU would leave it out
+    "patches.augmentation=nnunet",  # also on CPUs, whose default is less
     "model.base_channels=4",
     "model.num_levels=2",
     "training.epochs=3",
@@ -61,7 +61,7 @@ def run(config, folder, resume=False, pictures=False, console=None):
 
 @contextmanager
 def without_pictures():
-    """Leave the files of pictures empty, which take half the time of a small training."""
+    """Leave picture files empty, because drawing takes half the time of a small training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "save_figure", lambda *_, **__: None)
         yield
@@ -69,7 +69,7 @@ def without_pictures():
 
 @contextmanager
 def before_steps(work):
-    """Call work with 0, 1, ... before the optimizer of a training takes each step."""
+    """Call work(0), work(1), ... before the optimizer's steps in a training."""
     step, numbers = Optimization.step, itertools.count()
 
     def watched(self, learning_rate):
@@ -83,7 +83,7 @@ def before_steps(work):
 
 
 def is_real(optimization):
-    """Return whether a network has numbers: a step without any predicts the memory of others."""
+    """Return whether a network has real tensors; steps on fake ones only predict memory."""
     return not isinstance(next(optimization.module.parameters()).data, FakeTensor)
 
 
@@ -92,7 +92,7 @@ class PowerCut(Exception):
 
 
 def run_until_power_cut(config, folder, num_steps):
-    """Train in this process, which ends as with a power cut, after some steps."""
+    """Train in this process until a simulated power cut after ``num_steps`` steps."""
 
     def cut(number):
         if number == num_steps:
@@ -103,7 +103,7 @@ def run_until_power_cut(config, folder, num_steps):
 
 
 def weights(folder):
-    """Return the weights that a run has saved last."""
+    """Return the weights that a run saved last."""
     return load_checkpoint(folder / "checkpoint-latest.pt").model
 
 
@@ -114,7 +114,7 @@ def assert_same_weights(a, b):
 
 
 def assert_same_validation(a, b):
-    """See that the final networks of two runs have predicted the same of the same cases."""
+    """Check that the final networks of two runs predict the same for the same cases."""
     ours, expected = (
         {path.name: read_label(path).array for path in (run / "validation").rglob("*.nii.gz")}
         for run in (a, b)
@@ -127,7 +127,7 @@ def assert_same_validation(a, b):
 
 
 def contents(folder):
-    """Return every file below a folder."""
+    """Return the content of every file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -138,13 +138,13 @@ def losses(folder):
 
 
 def words(folder, cache, *overrides):
-    """Return the arguments of ``unet3d`` that train a small network in a folder."""
+    """Return arguments of ``unet3d`` that train a small network in a folder."""
     changes = (*SMALL, f"data.cache={cache}", *overrides)
     return ["train", "--output", str(folder), *(w for one in changes for w in ("--set", one))]
 
 
 def without_drawing(arguments):
-    """Run ``unet3d ARGUMENTS`` in a warm process, and leave the files of pictures empty."""
+    """Run ``unet3d ARGUMENTS`` in a warm process, and leave picture files empty."""
     with without_pictures():
         warm.run_command(arguments)
 
@@ -157,14 +157,14 @@ def bare(arguments):
 
 
 def start_warm(folder, cache, *overrides):
-    """Do as :func:`start`, in a process that is forked and does nothing else; see :func:`bare`."""
+    """Like :func:`start`, in a forked process that does nothing else; see :func:`bare`."""
     resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
     changes = ("training.save_every_seconds=0", *overrides)
     return warm.call(bare, [*words(folder, cache, *changes), *resume])
 
 
 def start(folder, cache, *overrides):
-    """Start a training in a process of its own, or continue the one that is in the folder."""
+    """Start a training in a new process, or continue the one in the folder."""
     command = [
         *(sys.executable, "-m", "unet3d"),
         *words(folder, cache, "training.save_every_seconds=0", *overrides),

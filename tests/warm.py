@@ -1,8 +1,8 @@
 """Processes that start with PyTorch and the package loaded: forks of a server that has one thread.
 
-A ``python -m unet3d train`` spends four seconds on imports, and so does each of its ranks. Where a
-test is about what the process does, and not about how it starts, :func:`start` forks one that has
-imported everything, and its ranks are forks of that fork.
+``python -m unet3d train`` spends four seconds on imports, and so does each of its ranks. If a test
+does not depend on how processes start, :func:`start` forks a process that has imported everything,
+and its ranks are forks of that fork.
 """
 
 import atexit
@@ -32,11 +32,11 @@ from unet3d.distributed import commands
 from unet3d.distributed.commands import import_variables
 
 _NUMBER_BYTES = 32
-"""Of a message: a process id, or at most so many of an exit status."""
+"""Bytes of a message, which is a process id or an exit status."""
 
 PRELOADED = (
     "torch",
-    "torch._dynamo",  # which every optimizer of PyTorch imports, in a second
+    "torch._dynamo",  # every optimizer of PyTorch imports it, which takes a second
     "contourpy",
     "matplotlib.pyplot",
     "monai.metrics",
@@ -52,7 +52,7 @@ PRELOADED = (
 
 
 class Warm:
-    """A forked process, with what the tests use of :class:`subprocess.Popen`."""
+    """A forked process, with the parts of :class:`subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, channel: socket.socket, files: tuple[Any, Any]) -> None:
         self.pid = pid
@@ -89,7 +89,7 @@ class Warm:
         return self.written(0), self.written(1)
 
     def written(self, which: int) -> str:
-        """Return what is written so far, to stdout (0) or stderr (1)."""
+        """Return the output so far, of stdout (0) or stderr (1)."""
         size = os.fstat(self._files[which].fileno()).st_size
         return os.pread(self._files[which].fileno(), size, 0).decode()
 
@@ -105,9 +105,9 @@ def start(words: Sequence[object], cwd: Path | None = None, **variables: str) ->
     """Start ``unet3d WORDS`` in a session of its own.
 
     Args:
-        words: Arguments.
-        cwd: Its folder; None: this process's.
-        variables: Of its environment, besides those of this process.
+        words: Arguments of the command.
+        cwd: Its current folder; None: this process's.
+        variables: Environment variables that are added to this process's.
     """
     return call(run_command, [str(word) for word in words], cwd=cwd, **variables)
 
@@ -122,7 +122,7 @@ def run(
 def run_call(
     work: Callable[..., object], *arguments: object, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a function of a module in a process of its own, to its end; see :func:`call`."""
+    """Call a function of a module in a new process, to its end; see :func:`call`."""
     return _completed(call(work, *arguments, **variables), timeout)
 
 
@@ -138,7 +138,10 @@ def _completed(process: Warm, timeout: float) -> subprocess.CompletedProcess[str
 def call(
     work: Callable[..., object], *arguments: object, cwd: Path | None = None, **variables: str
 ) -> Warm:
-    """Start a call of a module's function; the process ends with status 0, or 1 if it raises."""
+    """Start a call of a module's function in a new process.
+
+    The process ends with status 0, or with 1 if the function raises an error.
+    """
     ours, theirs = socket.socketpair()
     files = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     environment = {**_environment(), **variables}
@@ -154,7 +157,7 @@ def call(
 
 @cache
 def _server() -> socket.socket:
-    """Start the server, which ends with this process and is waited for."""
+    """Start the server, which ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -184,10 +187,10 @@ def _environment() -> dict[str, str]:
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a process for each request, and tell how each ends, until nobody asks any more."""
+    """Fork a process for each request and report its end, until all clients are gone."""
     for name in PRELOADED:
         importlib.import_module(name)
-    # Where PyTorch has CUDA, fake tensors make autograd start a thread for a GPU, though none is to
+    # If PyTorch has CUDA, fake tensors make autograd start a thread for a GPU, though none is to
     # be seen here, and a fork may not go backward after that.
     torch._C._ensureCUDADeviceGuardSet = lambda: None
     gc.collect()
@@ -214,7 +217,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def _begin(channel: int, request: int, output: int, errors: int) -> NoReturn:
-    """Become the process of a request."""
+    """Turn this fork into the process of a request."""
     os.close(channel)
     with open(request, "rb") as file:
         module, name, arguments, folder, environment = pickle.load(file)
@@ -225,7 +228,7 @@ def _begin(channel: int, request: int, output: int, errors: int) -> NoReturn:
 
 
 def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> NoReturn:
-    """Do work as a new process would, in a session of its own, and end."""
+    """Run work as in a new process with its own session, and end the process."""
     status = 1
     try:
         os.setsid()
@@ -233,10 +236,10 @@ def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> N
         os.environ.update(environment)
         for number in interruption.SIGNALS:
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
-        interruption._stop = interruption._Stop()  # that of the process that was forked is in use
+        interruption._stop = interruption._Stop()  # the parent's own is in use
         logging.getLogger().handlers.clear()
-        tempfile.tempdir = None  # which the variables may name
-        # New ones, because what is open as 1 and 2 may be a pipe now, and was a file.
+        tempfile.tempdir = None  # variables may name another one
+        # New streams, because 1 and 2 may be pipes now, and were files.
         sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
         work()
         status = 0
@@ -251,7 +254,7 @@ def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> N
 
 
 def run_command(words: list[str]) -> None:
-    """Do what ``unet3d WORDS`` does; ranks and the trainings of folds that it starts are forks."""
+    """Run ``unet3d WORDS``; its ranks, and trainings of folds, are forks."""
     vars(commands)["subprocess"] = SimpleNamespace(
         Popen=_Rank, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
     )
@@ -260,7 +263,7 @@ def run_command(words: list[str]) -> None:
 
 
 class _Rank:
-    """A rank that the launcher starts, as a fork of it."""
+    """A rank as a fork of the launcher."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The cache folder, whatever somebody or something has done to it."""
+"""The cache folder after damage, deletions and other processes' work."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def save(cache, image=IMAGE):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """Return an entry that is as it was written."""
+    """Return an entry without damage."""
     folder = tmp_path_factory.mktemp("cache")
     save(Cache(folder))
     return folder / "prepared" / "key"
@@ -43,7 +43,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Return a cache for damaged entries, whose disk is not waited for."""
+    """Return a cache for damaged entries, which does not wait for the disk."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda _: None)
         yield Cache(tmp_path_factory.mktemp("damaged"))
@@ -59,7 +59,7 @@ def assert_is_sound(case):
 
 
 def assert_is_repaired(cache, sound, damage):
-    """Damage a copy of an entry, and see that nothing else than what was written comes out."""
+    """Damage a copy of an entry, and check that it is read as it was written, or made anew."""
     folder = cache.folder / "prepared" / "key"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sound, folder)
@@ -177,13 +177,13 @@ def test_digests_are_taken_again_where_they_are_damaged_or_the_file_has_changed(
         assert store.digest(path) == before
         assert len(caplog.records) == number + 1
     path.write_bytes(bytes(999) + b"1")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time stay
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time stay the same
     assert store.digest(path) != before
 
 
 @contextmanager
 def full_disk():
-    """Let no file grow beyond 1000 bytes, which NumPy reports without the system's text."""
+    """Let no file grow beyond 1000 bytes; NumPy reports such an error without the system's text."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -219,7 +219,7 @@ def test_an_entry_that_cannot_be_put_in_place_is_none(tmp_path, broken, monkeypa
             save(cache)
     assert list((cache.folder / "prepared").iterdir()) == []
     save(cache)
-    save(cache, IMAGE + 1)  # as if another process were slower
+    save(cache, IMAGE + 1)  # as if a slower process wrote the same entry
     assert_is_sound(cache.load_case("key", "case"))
 
 
@@ -234,7 +234,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
     (leftover,) = (tmp_path / "prepared").iterdir()
     phantom = tmp_path / f"{PREFIX}{'0' * 32}-phantom"
     phantom.mkdir()
-    os.utime(phantom, (0, 0))  # of another machine, long ago
+    os.utime(phantom, (0, 0))  # a file of another machine, long ago
     assert Cache(tmp_path).load_case("key", "case") is None
     assert not leftover.exists() and not phantom.exists()
 

@@ -20,7 +20,7 @@ def found_in(root, spacing_mm="median", watch=None):
 
 
 def assert_finds(root, *expected, case="case_1", **more):
-    """See that each thing found has the severity and words of ``"severity: words"``."""
+    """Check that the findings have these severities and words, given as ``"severity: words"``."""
     findings = found_in(root, **more)
     said = [f"{finding.severity}: {finding.message}" for finding in findings]
     assert len(said) == len(expected), said
@@ -31,7 +31,7 @@ def assert_finds(root, *expected, case="case_1", **more):
 
 
 def write_case(root, image=RAMP, label=LABEL, affine=None):
-    """Write the files of case_1; bytes are written as they are, and of None there is no file."""
+    """Write the files of case_1: arrays, bytes as they are, or None for no file."""
     for folder, content in (("imagesTr", image), ("labelsTr", label)):
         path = root / folder / "case_1.nii.gz"
         if isinstance(content, bytes):
@@ -76,7 +76,7 @@ def root(tmp_path):
             np.zeros_like(LABEL),
             ["warning: is 7 in every voxel of channel 0", "warning: every voxel is background"],
         ),
-        # No fault hides another.
+        # A fault hides no other fault.
         (
             np.stack([with_voxel(np.nan), RAMP], 3),
             labels_of(0, 1, 7)[..., :9],
@@ -117,7 +117,7 @@ def test_names_files_that_no_case_uses(root):
     write_volume(root / "imagesTr/extra.nii.gz", np.ones((4, 4, 4)))
     (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
     (root / "imagesTr/notes.txt").write_text("not a volume")
-    write_case(root, label=labels_of(7))  # a fault of the voxels, which are not read
+    write_case(root, label=labels_of(7))  # a fault that only reading voxels would find
     assert_finds(root, "warning: belongs to no case", case="extra.nii.gz")
 
 

@@ -1,4 +1,4 @@
-"""Which voxels patches are centred on, against SciPy's components."""
+"""The voxels on which patches are centred, compared with SciPy's components."""
 
 from collections import Counter
 
@@ -41,8 +41,8 @@ def test_of_a_large_component_its_share_is_kept(monkeypatch):
     monkeypatch.setattr(foreground_module, "MAX_FOREGROUND_VOXELS", 30)
     label = np.zeros((30, 30, 30), np.uint8)
     label[:10] = 1  # 9,000 voxels
-    label[20, :2, :2] = 1  # 4
-    label[25, 15, 10:22] = 1  # 12, of which 10 are kept
+    label[20, :2, :2] = 1  # 4 voxels
+    label[25, 15, 10:22] = 1  # 12 voxels, 10 of which are kept
     sizes = sorted(len(voxels) for voxels in components_of(foreground_voxels(label, 2), 1))
     assert sizes == [4, 10, 10]
     specks = np.zeros((30, 30, 30), np.uint8)

@@ -50,7 +50,7 @@ def test_any_order_of_memory_gives_the_products(order, sizes):
         expected = np.moveaxis(np.tensordot(matrix.double().numpy(), expected, (1, dim)), 0, dim)
     found = interpolated(array, matrices)
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-5)
-    # The slowest in memory is still the slowest.
+    # The slowest axis in memory stays the slowest.
     assert found.permute(order).is_contiguous()
 
 
@@ -89,7 +89,7 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
 @pytest.mark.parametrize(
     ("nearest_axis", "expected"),
     [
-        (None, [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane waits for the next one
+        (None, [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane needs the next one
         (0, [(10, 20), (20, 20), (30, 20), (40, 20)]),
     ],
 )

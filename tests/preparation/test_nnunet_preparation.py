@@ -1,4 +1,4 @@
-"""Images prepared and logits restored by nnU-Net itself, where it is installed."""
+"""Prepared images and resampled logits, compared with nnU-Net itself if it is installed."""
 
 import warnings
 from types import SimpleNamespace
@@ -37,32 +37,32 @@ GRIDS = [
     ((23, 19, 17), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)),  # nothing is resampled
     ((23, 19, 17), (1.0, 1.2, 1.5), (1.4, 1.1, 0.9)),
     ((23, 19, 17), (0.7, 0.7, 1.0), (1.5, 1.5, 1.5)),
-    ((23, 25, 9), (0.6, 0.6, 5.0), (0.8, 0.8, 3.0)),  # thick slices in the image, more of them
-    ((23, 25, 19), (0.6, 0.6, 2.0), (0.8, 0.8, 3.0)),  # and fewer
-    ((19, 9, 23), (0.8, 4.0, 0.6), (0.8, 2.0, 0.6)),  # along Y, and nothing in their planes
-    ((9, 23, 25), (5.0, 0.6, 0.7), (5.0, 1.0, 1.0)),  # along X, and nothing across them
-    ((23, 25, 19), (1.0, 1.0, 1.0), (0.8, 0.8, 3.0)),  # thick in the network alone
+    ((23, 25, 9), (0.6, 0.6, 5.0), (0.8, 0.8, 3.0)),  # thick slices in the image, then more slices
+    ((23, 25, 19), (0.6, 0.6, 2.0), (0.8, 0.8, 3.0)),  # then fewer slices
+    ((19, 9, 23), (0.8, 4.0, 0.6), (0.8, 2.0, 0.6)),  # thick along Y, resampled across slices only
+    ((9, 23, 25), (5.0, 0.6, 0.7), (5.0, 1.0, 1.0)),  # thick along X, resampled within slices only
+    ((23, 25, 19), (1.0, 1.0, 1.0), (0.8, 0.8, 3.0)),  # thick slices in the network's spacing only
     ((23, 7, 9), (0.6, 4.0, 4.0), (0.9, 2.5, 3.0)),  # two axes are equally coarse
-    ((23, 7, 9), (0.6, 4.0, 4.5), (0.9, 2.5, 3.0)),  # two are coarse, and one is coarser
+    ((23, 7, 9), (0.6, 4.0, 4.5), (0.9, 2.5, 3.0)),  # two axes are coarse, one of them coarser
     ((24, 25, 1), (0.6, 0.6, 5.0), (0.8, 0.8, 2.0)),
 ]
 
 
 def image_of(shape, channels):
-    """Return what lies in a part of the grid, with holes in it, around which all is zero."""
+    """Return an image with values in a part of the grid, with holes in it, and zeros around."""
     rng = np.random.default_rng(0)
     image = np.zeros((channels, *shape), np.int16)
     inner = tuple(slice(n // 6, n - n // 5) for n in shape)
     image[(slice(None), *inner)] = rng.integers(1, 250, image[(slice(None), *inner)].shape)
     if min(shape) > 6:
         middle = tuple(slice(n // 2 - 1, n // 2 + 2) for n in shape)
-        image[(slice(None), *middle)] = 0  # enclosed, so inside
-        image[:, : shape[0] // 3, : shape[1] // 3, :] = 0  # a corner, which is outside
+        image[(slice(None), *middle)] = 0  # enclosed by values, so inside
+        image[:, : shape[0] // 3, : shape[1] // 3, :] = 0  # at a corner of the part, so outside
     return image
 
 
 def configuration(kinds, target_mm, how, transpose):
-    """Return nnU-Net's; its axes are ours in reverse order, and then transposed."""
+    """Return nnU-Net's configuration; its axes are ours in reverse order, then transposed."""
     common = {"force_separate_z": THICK[how.thick]}
     arguments = {
         "data": {"is_seg": False, "order": how.order, "order_z": how.across_slices},
@@ -92,10 +92,10 @@ def plans_of(transpose, num_channels):
 
 
 def nnunet_image(image, spacing_mm, target_mm, kinds, how, transpose):
-    """Return an image prepared by nnU-Net, in our axes, and its notes."""
+    """Return an image prepared by nnU-Net, in our axes, and nnU-Net's properties."""
     properties = {"spacing": list(spacing_mm[::-1])}
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # of means of nothing
+        warnings.simplefilter("ignore")  # means of empty arrays warn
         found, _, properties = preparing.DefaultPreprocessor(verbose=False).run_case_npy(
             image.transpose(0, 3, 2, 1),
             None,
@@ -109,7 +109,7 @@ def nnunet_image(image, spacing_mm, target_mm, kinds, how, transpose):
 
 
 def our_image(image, spacing_mm, target_mm, kinds, how):
-    """Return an image as we prepare it, and the box of it that is kept."""
+    """Return an image prepared by us, and the box of the scan that is kept."""
     plan = Preprocessing(
         spacing_mm=target_mm,
         channels=tuple(
@@ -132,14 +132,15 @@ def test_prepared_images_are_those_of_nnunet(thick, orders, transpose, grids):
     shape, spacing_mm, target_mm = grids
     how = Interpolation(order=orders[0], thick=thick, across_slices=orders[1], clips=True)
     image = image_of(shape, len(SCHEMES))
-    image[1, : shape[0] // 2] = 0  # and elsewhere in one channel alone
+    image[1, : shape[0] // 2] = 0  # one channel has more zeros
     images = [image]
     if target_mm == spacing_mm:
-        images += [np.zeros_like(image), np.full_like(image, 7)]  # nothing, and no contrast
+        images += [np.zeros_like(image), np.full_like(image, 7)]  # all zeros, and constant
     for image in images:
         given = (image, spacing_mm, target_mm, list(SCHEMES), how)
         (expected, _), (prepared, _) = nnunet_image(*given, transpose), our_image(*given)
-        # Planes along each axis, some at a time; what is not normalised is 100 times larger.
+        # Planes along each axis, some at a time; channels without normalisation are 100 times
+        # larger.
         tolerances = [1e-5 * max(1, np.abs(channel).max() / 4) for channel in expected]
     for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
         size = prepared.shape[axis]
@@ -160,7 +161,7 @@ def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, gr
     (_, properties), (prepared, box) = nnunet_image(*given, transpose), our_image(*given)
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.normal(0, 1, (3, *prepared.shape)).astype(np.float32))
-    axes = [2 - axis for axis in transpose]  # of nnU-Net's arrays, among ours
+    axes = [2 - axis for axis in transpose]  # our axes in the order of nnU-Net's arrays
     theirs = logits.permute(0, *(1 + axis for axis in axes))
     manager = configuration(["none"], target_mm, how, transpose)
     resized = manager.resampling_fn_probabilities(

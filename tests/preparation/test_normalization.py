@@ -1,4 +1,4 @@
-"""What is measured of channels, and what normalised, against NumPy on whole arrays in float64."""
+"""Statistics and normalisation of channels, compared with NumPy on whole arrays in float64."""
 
 import itertools
 import math
@@ -125,7 +125,7 @@ def test_extremes_mean_and_deviation_are_those_of_numpy(
     stored = np.asarray(stored, order=order)
     array = (stored.astype(np.float64) * scaling[0] + scaling[1]).astype(np.float32)
     mask = rng.random(array.shape[1:]) < 0.5
-    mask[(slice(None),) * (axis or 0) + (2,)] = False  # no voxel of a plane
+    mask[(slice(None),) * (axis or 0) + (2,)] = False  # a plane without voxels
     for masks in ([None, None], [mask, None]):
         found = measured(image_of(stored, *scaling), masks, axis)
         for one, values, inside in zip(found, array, masks, strict=True):
@@ -140,7 +140,7 @@ def test_extremes_mean_and_deviation_are_those_of_numpy(
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 def test_many_voxels_lose_no_digits(dtype, monkeypatch):
-    """Added up in float32, or as squares, a large mean would hide the deviation."""
+    """A large mean would hide the deviation in float32 sums or in sums of squares."""
     monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
     rng = np.random.default_rng(3)
     stored = (30_000 + rng.integers(0, 3, (1, 90, 80, 70))).astype(dtype)

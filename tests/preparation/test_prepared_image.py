@@ -1,4 +1,4 @@
-"""Images that are cut, clipped and taken slice by slice, against SciPy in float64."""
+"""Images that are cropped, clipped and resampled slice by slice, against SciPy in float64."""
 
 import logging
 from unittest import mock
@@ -41,7 +41,7 @@ def zoomed(array, shape, order, clips=True):
 
 
 def slice_by_slice(array, shape, axis, order, across):
-    """Return an array of which each slice is resampled by itself, then across them."""
+    """Return an array whose slices are resampled one by one, and then across them."""
     in_plane = tuple(size for one, size in enumerate(shape) if one != axis)
     slices = np.stack([zoomed(one, in_plane, order) for one in np.moveaxis(array, axis, 0)])
     places = len(slices) / shape[axis] * (np.arange(shape[axis]) + 0.5) - 0.5
@@ -51,7 +51,7 @@ def slice_by_slice(array, shape, axis, order, across):
 
 
 def assert_planes(prepared, axis, number, expected):
-    """See that planes along an axis, so many at a time, are those of a whole image."""
+    """Check that planes along an axis, ``number`` at a time, equal the whole image's planes."""
     starts = range(0, prepared.shape[axis], number)
     ends = [min(start + number, prepared.shape[axis]) for start in starts]
     found = [prepared.planes(axis, start, end) for start, end in zip(starts, ends, strict=True)]
@@ -98,7 +98,7 @@ def test_slices_are_clipped_each_and_then_interpolated_across(across, thick_axis
 
     shape, spacing_mm = turned((16, 13, 7)), turned((1.0, 1.0, 5.0))
     image = noise(shape)
-    image *= np.linspace(0.1, 3, 7).reshape(turned((1, 1, 7)))  # each slice has its range
+    image *= np.linspace(0.1, 3, 7).reshape(turned((1, 1, 7)))  # each slice has its own range
     how = Interpolation(across_slices=across, clips=True)
     prepared = PreparedImage(held_image(image, spacing_mm=spacing_mm), plan(turned(target_mm), how))
     expected = slice_by_slice(image[0], prepared.shape, thick_axis, 3, across)
@@ -107,7 +107,7 @@ def test_slices_are_clipped_each_and_then_interpolated_across(across, thick_axis
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_ranges_are_those_of_normalised_and_masked_intensities(axis):
-    """Where the outside is set to 0, that may be the lowest or the highest of a slice."""
+    """If the outside is set to 0, that may be the lowest or the highest value of a slice."""
     rng = np.random.default_rng(2)
     stored = np.zeros((1, 18, 15, 9), np.int16)
     stored[:, 3:16, 2:13, 2:] = rng.integers(100, 200, (1, 13, 11, 7))
@@ -137,7 +137,7 @@ def test_a_gpu_prepares_what_the_cpu_prepares(dtype, spacing_mm, kind):
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 1000, (2, 60, 70, 40)).astype(dtype)
     stored[:, :10] = 0
-    stored = np.asfortranarray(stored)  # as files have it
+    stored = np.asfortranarray(stored)  # in the order of files
     how = ChannelNormalization(kind=kind, low=50, high=900, mean=400, std=250)
     interpolation = Interpolation(across_slices=0, clips=True)
     preprocessing = plan((0.6, 1.3, 2.5), interpolation, [how] * 2)
@@ -201,7 +201,7 @@ def test_what_is_enclosed_is_inside(share):
     image[:, 2:10, 3:9, 1:12] = rng.random((2, 8, 6, 11)) < share
     numbered, _ = ndimage.label(np.pad(~image.any(axis=0), 1, constant_values=True))
     expected = (numbered != numbered[0, 0, 0])[1:-1, 1:-1, 1:-1]
-    assert expected.sum() > image.any(axis=0).sum()  # there are holes
+    assert expected.sum() > image.any(axis=0).sum()  # the body has holes
     np.testing.assert_array_equal(inside_mask(held_image(image)), expected)
     box = nonzero_box(held_image(image))
     np.testing.assert_array_equal(inside_mask(held_image(image).cut(box)), expected[box])

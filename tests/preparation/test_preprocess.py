@@ -83,7 +83,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path, settings, monkeypatch):
 
 
 def write_in_zeros(root, boxes, shape, spacing_mm):
-    """Write a data set whose images are zero outside of a box each."""
+    """Write a data set; each image is zero outside of a box."""
     write_msd(root, num_cases=len(boxes), shape=shape, spacing_mm=spacing_mm)
     for number, box in enumerate(boxes):
         image = np.zeros(shape, np.float32)
@@ -134,7 +134,7 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
 def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monkeypatch):
     root = write_msd(tmp_path / "data", modality="CT")
     sizes = (12, 60, 360)
-    for number, size in enumerate(sizes):  # each divides the last, so that repeating weighs alike
+    for number, size in enumerate(sizes):  # divisors of the last, so repeating weighs alike
         label = np.zeros(12 * 14 * 10, np.uint8)
         label[:size] = 1
         write_volume(root / f"labelsTr/case_{number}.nii.gz", label.reshape(12, 14, 10))
@@ -183,9 +183,9 @@ def test_few_labelled_voxels_have_statistics():
 def test_images_are_stored_in_float16_where_that_loses_nothing():
     cases = [
         ("z-score", [0.1, -3.0, 16384.0], np.float16),
-        ("ct", [0.1, -16400.0], np.float32),  # out of what float16 is used for
-        ("ct", [1e38, 0.0], np.float32),  # out of its range
-        ("none", [0.0, 2049.0], np.float32),  # float16 has 2048 and 2050
+        ("ct", [0.1, -16400.0], np.float32),  # beyond the range for which float16 is used
+        ("ct", [1e38, 0.0], np.float32),  # beyond the range of float16
+        ("none", [0.0, 2049.0], np.float32),  # float16 has 2048 and 2050 only
     ]
     for kind, values, dtype in cases:
         image = np.array([[0] * len(values), values], np.float32).reshape(2, 1, 1, -1)
@@ -197,7 +197,7 @@ def test_images_are_stored_in_float16_where_that_loses_nothing():
 
 
 def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings, monkeypatch):
-    """Channels may be in files of their own; a second run reads no volume."""
+    """Channels may have their own files; a second run reads no volume."""
     dataset = load_dataset(write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2)))
     second = dataset.cases[2].images[0]
     cases = tuple(replace(case, images=(*case.images, second)) for case in dataset.cases)
@@ -244,7 +244,7 @@ def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     prepared = prepare(dataset, settings)
     before = arrays(prepared)
     entry, other = (case.folder for case in prepared)
-    for damage in (  # how they are told to be damaged is tested in ``test_cache``
+    for damage in (  # how damage is detected is tested in ``test_cache``
         lambda: os.truncate(entry / "image.npy", 500),
         lambda: (shutil.rmtree(entry), shutil.copytree(other, entry)),
     ):
@@ -295,7 +295,7 @@ def test_a_damaged_record_of_the_voxels_is_made_again(tmp_path, settings, modali
 
 @pytest.mark.parametrize("modality", ["MRI", "CT"])
 def test_only_new_cases_are_examined(tmp_path, settings, modality, monkeypatch):
-    """Also where the first time was interrupted, or a record of a case is damaged."""
+    """Also if the first time was interrupted, or a case's record is damaged."""
     whole = load_dataset(write_msd(tmp_path / "data", num_cases=3, modality=modality))
     expected = plan_preprocessing(whole, with_(settings, cache=tmp_path / "other"))
     plan_preprocessing(replace(whole, cases=whole.cases[:2]), settings)
@@ -368,7 +368,7 @@ def test_a_case_that_cannot_be_prepared_is_named(tmp_path, settings):
 
 
 def test_image_and_label_are_brought_together_at_45_degrees(tmp_path, settings):
-    """There rounding decides which axis is called X, in each file anew."""
+    """At 45 degrees rounding decides which axis is called X, and it differs between files."""
     straight, oblique = write_msd(tmp_path / "straight"), write_msd(tmp_path / "oblique")
     for folder, noise in (("imagesTr", 1e-5), ("labelsTr", -1e-5)):
         affine = np.eye(4)
@@ -399,7 +399,7 @@ def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, 
     assert caplog.messages == [
         *hashing,
         *("reading 3 cases: 1 done", "reading 3 cases: 2 done"),
-        *hashing,  # which takes no time any more
+        *hashing,  # takes no time now
         *("preparing 3 cases: 1 done", "preparing 3 cases: 2 done"),
     ]
 
@@ -409,9 +409,9 @@ def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, m
     reading, may_end = threading.Event(), threading.Event()
 
     def opened(images):
-        if isinstance(images, Path):  # its header
+        if isinstance(images, Path):  # only its header is read
             return open_image(images)
-        assert threading.current_thread().daemon  # nor does a process that ends
+        assert threading.current_thread().daemon  # so a process that ends does not wait either
         if images == dataset.cases[0].images:
             assert reading.wait(10)
             raise VolumeError("damaged")

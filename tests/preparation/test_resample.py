@@ -24,7 +24,7 @@ CUBES = (3, 3, 3)
 
 
 def resample_image(image, shape):
-    """Return all planes at once."""
+    """Return all planes of the resampled image."""
     resampling = Resampling(image.shape, shape, CUBES)
     axis = resampling.best_axis
     along = (slice(None),) * (1 + axis)
@@ -39,7 +39,8 @@ def test_shapes_follow_the_spacing():
     assert resampled_shape((100, 50, 20), (1, 1, 3), (2, 1, 1)) == (50, 50, 60)
     assert resampled_shape((3, 4, 1), (1, 1, 1), (10, 10, 10)) == (1, 1, 1)
     assert resampled_shape((3, 4, 5), (1, 2, 3), None) == (3, 4, 5)
-    # 0.6 / 0.8 is a bit less than 0.75 in floating point, and nnU-Net divides first.
+    # 0.6 / 0.8 is a bit less than 0.75 in floating point; like nnU-Net, the ratio is computed
+    # first.
     assert resampled_shape((10, 26, 50), (0.6, 0.6, 0.6), (0.8, 0.8, 0.8)) == (7, 19, 37)
     assert resampled_shape((10, 26, 50), (0.75, 0.75, 0.75), (1, 1, 1)) == (8, 20, 38)
 
@@ -51,8 +52,8 @@ def test_slices_lie_along_one_axis_at_most():
         ((1, 1, 3), (1, 1, 1), None),
         ((1, 1, 3.1), (1, 1, 1), 2),
         ((1, 1, 1), (4, 1, 1), 0),
-        ((1, 5, 1), (4, 1, 1), 1),  # the first spacing counts
-        ((5, 5, 1), (4, 1, 1), None),  # two are equally coarse
+        ((1, 5, 1), (4, 1, 1), 1),  # the image's spacing decides
+        ((5, 5, 1), (4, 1, 1), None),  # two axes are equally coarse
         ((4, 5, 1), (1, 1, 1), 1),
     ):
         assert Interpolation().slice_axis(have_mm, want_mm) == axis
@@ -69,7 +70,7 @@ def test_long_axes_leave_no_weights_that_slow_everything_down():
 
 
 def test_classes_are_the_argmax_of_linear_masks():
-    """So no class arises between two others."""
+    """The argmax of the classes' linear masks, so no class appears between two others."""
     values = [0, 1, 5, 300]
     blurred = [ndimage.gaussian_filter(RNG.normal(size=(16, 20, 12)), 2) for _ in values]
     classes = np.take(values, np.argmax(blurred, 0)).astype(np.uint16)
@@ -80,7 +81,7 @@ def test_classes_are_the_argmax_of_linear_masks():
         zoom = partial(ndimage.zoom, zoom=factors, order=1, mode="nearest", grid_mode=True)
         masks = np.stack([zoom((classes == value).astype(float)) for value in values])
         first, second = np.sort(masks, axis=0)[[-1, -2]]
-        clear = first - second > 1e-4  # where two masks tie, rounding decides
+        clear = first - second > 1e-4  # where two masks are equal, rounding decides
         assert clear.mean() > 0.9
         np.testing.assert_array_equal(resampled[clear], np.take(values, masks.argmax(0))[clear])
 
@@ -104,7 +105,7 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
 
 
 def nnunet_target_spacing(spacings_mm, shapes):
-    """nnU-Net's rule, from the text of its paper's supplement, in axes sorted by spacing."""
+    """nnU-Net's rule, from the supplement of its paper; axes are sorted by spacing."""
     spacings, median_mm = np.array(spacings_mm), np.median(spacings_mm, axis=0)
     order = np.argsort(median_mm, kind="stable")
     sizes = np.median(shapes, axis=0)[order]

@@ -29,7 +29,7 @@ def plan(*channels, spacing_mm=None, label_values=(0, 1, 2)):
 
 
 def through_json(preprocessing):
-    """Return what a file has of a plan, which is read as it was."""
+    """Return the plan that is read back after it was written to JSON."""
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert validated(Preprocessing, tree) == preprocessing
     return tree
@@ -87,7 +87,7 @@ def test_regions_survive_json_and_are_made_of_classes():
     assert (alone.num_outputs, alone.region_classes) == (4, ())
     assert alone.scored == {"label 3": (1,), "label 5": (2,), "label 6": (3,)}
     for region in (
-        {"name": "whole", "values": [3, 5], "written": 3},  # nothing has 6
+        {"name": "whole", "values": [3, 5], "written": 3},  # no label value is 6
         {"name": "whole", "values": [3, 5, 6, 7], "written": 3},
         {"name": "whole", "values": [3, 5, 6], "written": 0},
     ):
@@ -105,7 +105,7 @@ def test_classes_of_regions_are_what_is_written_for_them():
 
 def test_channels_are_normalized_each_its_own_way():
     image = RNG.uniform(-2000, 2000, (4, 6, 6, 6)).astype(np.float32)
-    image[:, :3] = 0  # a mask leaves the others alone
+    image[:, :3] = 0  # other voxels are not changed by a mask
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=50, std=25)
     others = [ChannelNormalization(kind=kind) for kind in ("none", "z-score", "z-score-inside")]
     how = plan(ct, *others)

@@ -1,4 +1,4 @@
-"""Records to make reports of, and what the reports show."""
+"""Records for reports, and functions that read the reports' output."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def memory_of(activations_mib, parameters_mib=7, peak_mib=None):
 
 
 def record_of(devices, memories):
-    """Return what ``memory.json`` would hold; each peak was predicted 1 MiB too large."""
+    """Return the content of ``memory.json``; each predicted peak is 1 MiB too large."""
     cpu = torch.device("cpu")
     slots = [
         Slot(index=index, device=cpu, blocks=DECODER if index else ENCODER)
@@ -42,7 +42,7 @@ def record_of(devices, memories):
     predicted = [replace(one, peak_bytes=one.peak_bytes + MIB) for one in memories]
     made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(predicted)))
     for slot, device in zip(made["slots"], devices, strict=True):
-        slot |= {"device": device, "device_bytes": 80 * 1024 * MIB}  # a GPU's record, without one
+        slot |= {"device": device, "device_bytes": 80 * 1024 * MIB}  # pretend that it was a GPU
     return made
 
 
@@ -64,7 +64,7 @@ def printed(table, width):
 
 
 class Terminal:
-    """What a terminal of some width has shown, and a clock."""
+    """The output of a terminal with some width, and a clock."""
 
     def __init__(self, monkeypatch, width=80):
         self.seconds = 100.0
@@ -73,7 +73,7 @@ class Terminal:
         self.console = Console(file=self._text, force_terminal=True, width=width)
 
     def shown(self):
-        """Return the lines since the last call, without what moves the cursor and colours."""
+        """Return the lines since the last call, without colours and movements of the cursor."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text.getvalue())
         self._text.seek(0)
         self._text.truncate()
@@ -81,7 +81,7 @@ class Terminal:
 
 
 def assert_is_picture(path: Path) -> None:
-    """See that a file is a PNG and more than one colour."""
+    """Check that a file is a PNG with more than one colour."""
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     pixels = matplotlib.image.imread(path)
     assert pixels.min() < pixels.max()

@@ -65,7 +65,7 @@ def test_table_and_picture_say_what_a_peak_is():
         record = record_of(devices, [memory_of(180), memory_of(260)])
         caption = " ".join(memory_table(record).notes)
         assert note in caption
-        for device in devices:  # what its allocator has reserved is said once
+        for device in devices:  # reserved memory is named once
             assert caption.count(f"{device} reserved") == ("cpu" not in device)
         label = memory_figure(record).axes[0].get_xlabel()
         assert label == (f"MiB\n{note}" if note else "MiB")
@@ -95,7 +95,7 @@ def test_the_rest_of_a_peak_is_counted_once_and_timelines_have_panels():
     record = record_of(["cuda:0", "cuda:0"], memories)
     record["timeline"] = [timeline(2), timeline(2, "cuda:1", (1,))]
     axes, *panels = memory_figure(record).axes
-    # 700 of the peak of 1000 are counted on the GPU, so 300 are left.
+    # 700 of the peak of 1000 MiB are counted on the GPU, so 300 are left.
     assert bars(axes)[REST] == [(400, 700), (300, 600)]
     titles = [axes.get_title(loc="left") for axes in panels]
     assert titles == ["One step on cuda:0, slot 0", "One step on cuda:1, slot 1"]
@@ -112,7 +112,7 @@ def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path):
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
     boxes.sort(key=lambda box: box.y0)
     for below, above in zip(boxes, boxes[1:], strict=False):
-        assert below.y1 <= above.y0  # names do not cover each other
+        assert below.y1 <= above.y0  # labels do not overlap
 
 
 def test_on_one_cpu_the_process_counts_and_there_are_no_slots():

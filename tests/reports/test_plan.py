@@ -64,7 +64,7 @@ def test_each_way_has_a_line_that_can_be_typed(record):
 
 def test_equal_rows_of_many_devices_are_one(record):
     many = way([f"cuda:{index}" for index in range(64)], parallel="spatial")
-    for index in (0, 63):  # at the ends
+    for index in (0, 63):  # the first and the last way
         predicted = many["slots"][index]["predicted"]
         many["slots"][index]["predicted"] = predicted | {"peak_bytes": 190 * 2**20}
     record["ways"] = [many, *(way(["cpu"] * 9, parallel="spatial") for _ in range(2))]
@@ -75,7 +75,7 @@ def test_equal_rows_of_many_devices_are_one(record):
         ("", "63", "cuda:63"),
         *[("spatial, 1", "0-8", "cpu")] * 2,
     ]
-    # A note of several ways is said once.
+    # A note on several ways is printed once.
     assert " ".join(table.notes) == (
         "A note. On a CPU the peak is the sum of what is counted: a lower bound."
     )

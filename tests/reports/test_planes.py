@@ -1,4 +1,4 @@
-"""The planes through the largest structure, against SciPy and plain counts."""
+"""The planes through the largest structure, compared with SciPy and simple counts."""
 
 import numpy as np
 from scipy import ndimage
@@ -10,7 +10,7 @@ A, B = Structure(name="a", values=(3,)), Structure(name="b", values=(7,))
 
 
 def made():
-    """Return two boxes: of 3 with 4x6x5 voxels, of 7 with 2x2x2."""
+    """Return two boxes: value 3 with 4x6x5 voxels, value 7 with 2x2x2 voxels."""
     labels = np.zeros(SHAPE, np.uint8)
     labels[5:9, 10:16, 3:8] = 3
     labels[15:17, 20:22, 1:3] = 7
@@ -20,7 +20,7 @@ def made():
 def test_counts_and_box_are_those_of_the_whole_array():
     labels = np.random.default_rng(0).integers(0, 6, (9, 8, 7)).astype(np.int32)
     labels[:2] = labels[:, 6:] = 0
-    labels[0], labels[-1, 0, 0] = 70_000, -1  # which is not named, and counts nowhere
+    labels[0], labels[-1, 0, 0] = 70_000, -1  # values without a name, which count nowhere
     structures = [Structure(name=str(value), values=(value,)) for value in (1, 2, 5, 9)]
     found = survey(labels, structures)
     assert found.num_voxels == tuple((labels == value).sum() for value in (1, 2, 5, 9))

@@ -1,4 +1,4 @@
-"""Where outlines and letters are, which names stand beside them, and what cannot be drawn."""
+"""Outlines and letters of previews, the names beside them, and scans that cannot be drawn."""
 
 from dataclasses import replace
 
@@ -18,9 +18,9 @@ from unet3d.reports.preview import MAX_ROWS, Preview, preview_figure
 SPACING_MM = (1.0, 2.0, 3.0)
 SHAPE = (20, 16, 12)
 BOX = ((4, 9), (5, 11), (6, 10))
-"""The first voxel of a structure along X, Y and Z, and the one behind the last."""
+"""First and end voxel of a structure along X, Y and Z."""
 SIDES = {"coronal": (0, 2), "sagittal": (1, 2), "axial": (0, 1)}
-"""The axes that run across a view and up."""
+"""The axes across and up each view."""
 
 
 def box_of(ends=BOX):
@@ -63,7 +63,7 @@ def extent_mm(contour):
 
 
 def legend(figure):
-    """Return the lines of the legend, without what only places their words."""
+    """Return the lines of the legend, without padding."""
     lines = [" ".join(text.get_text().split()) for text in figure.axes[-1].texts]
     return [line for line in lines if line not in ("■", "□")]
 
@@ -77,7 +77,7 @@ def test_a_structure_is_outlined_where_it_is_on_the_intensities_of_the_plane():
     preview = made()
     figure = preview_figure(preview)
     assert set(panels(figure)) == set(SIDES)
-    middle = {0: 6, 1: 8, 2: 8}  # of equal areas the middle one
+    middle = {0: 6, 1: 8, 2: 8}  # the middle one of planes with equal areas
     for name, axes in panels(figure).items():
         (contour,) = outlines(axes)
         expected = [end * SPACING_MM[axis] for axis in SIDES[name] for end in BOX[axis]]
@@ -94,7 +94,7 @@ def test_a_structure_is_outlined_where_it_is_on_the_intensities_of_the_plane():
 
 
 def test_letters_say_which_way_axes_run():
-    """X grows to the right, Y to the front, Z to the top: where each axis is largest is known."""
+    """X grows to the right, Y to the front and Z to the top, and the largest places are known."""
     largest, smallest = "RAS", "LPI"
     figure = preview_figure(made())
     for name, axes in panels(figure).items():

@@ -39,7 +39,7 @@ def test_a_terminal_gets_a_live_line(monkeypatch):
         # 38 of 40 steps at 3 s, and 5 validations at 6 s
         assert last.endswith(" loss 1.250  Dice –  2 min 24 s left")
         line.epoch_done(metrics(1), "waited")
-        assert terminal.shown() == []  # the live line tells that
+        assert terminal.shown() == []  # the live line shows it
         scores = {"dice": {"lesion [core]": 0.75, "rim": None}, "mean_dice": 0.75}
         line.epoch_done(metrics(2, **scores, validation_seconds=1.0), "waited for [data]")
         shown = terminal.shown()
@@ -58,7 +58,7 @@ def test_a_validation_has_its_share_of_the_line(monkeypatch):
         terminal.seconds += 9.0
         line.step_done(4, 10, 1.0)
         last = terminal.shown()[-1]
-        assert last.endswith(" loss 1.000  Dice –  over 0 s left")  # it was not measured yet
+        assert last.endswith(" loss 1.000  Dice –  over 0 s left")  # its time is not measured yet
         line.validating(4, 0, 2, 0, 4)
         assert "validating case 1/2 window 0/4" in terminal.shown()[-1]
         terminal.seconds += 10.0
@@ -153,7 +153,7 @@ def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch):
         terminal.shown()
         line.predicting(0, 4, 0, 4)
         assert "predicting the validation" in terminal.shown()[-1]
-        line.predicting(1, 4, 1, 4)  # too soon
+        line.predicting(1, 4, 1, 4)  # too soon after the last line
         assert not terminal.shown()
         terminal.seconds += 30
         line.predicting(1, 4, 2, 4)  # 1.5 of 4 cases took 30 s

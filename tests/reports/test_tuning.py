@@ -98,7 +98,7 @@ def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 0
     record["rows"] = [row(ONE, [], 1, 0.4, "fastest"), row(STAGES, [10], 1, None)]
     assert tuning_lines(record) == ["The step fits only on one device, cuda:0."]
-    record["rows"] = [row(STAGES, [10], count, None) for count in (1, 2)]  # nothing fits
+    record["rows"] = [row(STAGES, [10], count, None) for count in (1, 2)]  # nothing fits a device
     assert len(cells(tuning_table(record))) == 2 and tuning_lines(record) == []
     assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())
 

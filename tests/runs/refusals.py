@@ -1,4 +1,4 @@
-"""Why checkpoints are refused, and a step of training for those that are not."""
+"""Reasons for refusing checkpoints, and a training step for accepted ones."""
 
 import time
 
@@ -10,11 +10,11 @@ from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import load_checkpoint
 
 MAX_SECONDS = 5
-"""Of a processor, so that what else the machine does is no matter."""
+"""Limit in seconds of processor time, which does not depend on the machine's other work."""
 
 
 def stepped(model, settings, precision="float32", training=None):
-    """Return the optimizer of a network after a step, the first or the one after ``training``."""
+    """Return a network's optimizer after a step: its first one, or the one after ``training``."""
     optimization = Optimization(model, settings, precision)
     if training:
         optimization.load_state_dict(training)
@@ -25,7 +25,7 @@ def stepped(model, settings, precision="float32", training=None):
 
 
 def refusal(path):
-    """Return why a file is refused: one short printable line that names it, soon."""
+    """Return why a file is refused: one short printable line that names it, and quickly."""
     began = time.thread_time()
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)

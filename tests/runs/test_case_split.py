@@ -51,7 +51,7 @@ def test_it_can_be_written_and_read():
 @pytest.mark.parametrize(
     ("now", "changes"),
     [
-        (split({"c": "3", "a": "1", "b": "2"}, {"d": "4"}), []),  # their order is no change
+        (split({"c": "3", "a": "1", "b": "2"}, {"d": "4"}), []),  # another order is no change
         (split({"a": "1", "b": "2"}, {"d": "4"}), ["1 case gone (c)"]),
         (split({**BEFORE.training, "e": "5"}, {"d": "4"}), ["1 case new in training (e)"]),
         (
@@ -76,6 +76,6 @@ def test_every_change_is_named(now, changes):
 
 
 def test_copies_of_training_cases_in_validation_are_found():
-    """Of them the Dice says nothing about cases that the network has not seen."""
+    """Their Dice says nothing about cases that the network has not seen."""
     assert BEFORE.twins == []
     assert split({"a": "1", "b": "2"}, {"c": "3", "d": "2"}).twins == ["d"]

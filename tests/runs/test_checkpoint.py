@@ -99,7 +99,7 @@ def test_what_predictions_keep_is_kept(tmp_path):
 )
 def test_round_trip_is_bit_exact(tmp_path, dtype, fields, lacks):
     checkpoint = replace(make_checkpoint(dtype, **fields), **lacks)
-    # Their graph is not saved.
+    # Their autograd graph is not saved.
     parameters = {
         name: torch.nn.Parameter(value) * 1 if value.is_floating_point() else value
         for name, value in checkpoint.model.items()
@@ -121,7 +121,7 @@ def test_round_trip_is_bit_exact(tmp_path, dtype, fields, lacks):
         for value in model.state_dict().values():
             value.zero_()
     assert_same(loaded.model, checkpoint.model)
-    with open(tmp_path / "checkpoint.pt", "r+b") as file:  # nor is it that of the file any more
+    with open(tmp_path / "checkpoint.pt", "r+b") as file:  # nor is memory shared with the file
         file.truncate(0)
     assert_same(loaded.model, checkpoint.model)
     assert_same(loaded.training, checkpoint.training)

@@ -1,4 +1,4 @@
-"""Checkpoints that someone else made, or that are damaged: refused in one line, at little cost."""
+"""Checkpoints of others, damaged or hostile: refused in one line, at little cost."""
 
 import contextlib
 import io
@@ -29,9 +29,9 @@ from unet3d.training.saving import TrainingState
 
 
 def content_of(optimizer="adamw"):
-    """Return what a checkpoint of format 1 holds, key by key, after a step of training.
+    """Return the content of a checkpoint of format 1, key by key, after a step of training.
 
-    This is the layout that files have had since the first version: they must stay readable.
+    Files have had this layout since the first version, and must stay readable.
     """
     model = random_checkpoint(label_values=(0, 1, 5)).build_model()
     config = load_config(None, [f"training.optimizer={optimizer}"])
@@ -80,7 +80,7 @@ REGION = {"name": "a", "values": [1, 5], "written": 1}
 
 
 def weight_with(number):
-    """Return a parameter of the head with one number that differs."""
+    """Return a weight of the head with one number changed."""
     return torch.tensor([0.0] * 11 + [number]).view(3, 4, 1, 1, 1)
 
 
@@ -91,7 +91,7 @@ def saved(content, folder):
 
 
 def changed(**changes):
-    """Return the content with values below dotted keys replaced."""
+    """Return the content with the values at dotted keys replaced."""
     content = {**CONTENT}
     for dotted, value in changes.items():
         *path, last = dotted.split("__")
@@ -196,7 +196,7 @@ def test_tensors_that_are_not_plain_numbers(tmp_path, tensor, message):
 
 
 def test_tensors_that_repeat_their_numbers(tmp_path):
-    """A network of 3 GiB in a file of some KiB, whose every tensor has the shape that it needs."""
+    """A network of 3 GiB in a file of some KiB, whose tensors all have the right shapes."""
     content = changed(topology__channels=(4, 8192), training={})
     with torch.device("meta"):
         network = UNet3d(Topology(**content["topology"]))
@@ -264,7 +264,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
 
 
 def pickled(folder, *steps):
-    """Write an archive whose pickle has steps of its own."""
+    """Write an archive whose pickle has these opcodes."""
     pickle = b"\x80\x02" + b"".join(steps) + b"."
     entries = {"data.pkl": pickle, "byteorder": b"little", "data/0": bytes(4), "version": b"3\n"}
     entries = {f"archive/{name}": content for name, content in entries.items()}
@@ -284,7 +284,7 @@ TENSOR = (
             [b"](]q\0", *[b"]q%c(" % (i + 1) + b"h%c" % i * 9 + b"e" for i in range(30)], b"e"],
             "is not a checkpoint of unet3d",
         ),
-        ([b"]q\x00h\x00a"], "is not a checkpoint of unet3d"),  # a list that holds itself
+        ([b"]q\x00h\x00a"], "is not a checkpoint of unet3d"),  # a list that contains itself
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
         ([b"X\xff\xff\xff\x7fa"], "can be used"),
         ([b"I" + b"9" * 100_000 + b"\n"], "can be used"),
@@ -331,7 +331,7 @@ def test_mutations_of_the_values(content):
 
 
 SMALL = {**CONTENT, "training": {}}
-"""What makes bytes that are mostly archive and pickle, not numbers."""
+"""Content whose file is mostly archive and pickle, not numbers."""
 
 
 def small_file():
@@ -343,7 +343,7 @@ def small_file():
 @sometimes
 @given(damaged(small_file().getvalue()))
 def test_mutations_of_the_bytes(content):
-    """They are noticed, or change nothing."""
+    """A mutation is noticed, or changes nothing."""
     found = assert_refused_or_read(content)
     if found is not None:
         torch.testing.assert_close(found.model, SMALL["model"], rtol=0, atol=0)
@@ -361,9 +361,9 @@ def test_mutations_of_the_pickle(content):
 
 
 def assert_refused_or_read(content):
-    """Load a file; if it is taken, its network can be built and its training be continued."""
+    """Load a file; if it is accepted, its network can be built and training can be resumed."""
     began = time.thread_time()
-    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of all tests before, too
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # includes the tests before
     checkpoint = None
     try:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -380,7 +380,7 @@ def assert_refused_or_read(content):
         if checkpoint.training:
             with contextlib.suppress(
                 ValueError, LookupError, TypeError, AttributeError, RuntimeError
-            ):  # which resuming explains
+            ):  # resuming explains it
                 stepped(model, checkpoint.config.training, training=checkpoint.training)
                 TrainingState.from_plain(checkpoint.training["state"])
     assert time.thread_time() - began < MAX_SECONDS

@@ -77,7 +77,7 @@ def test_a_folder_stands_for_one_checkpoint_of_each_fold(tmp_path, caplog):
     mine = tmp_path / "runs" / "mine"
     for fold in (0, 10):
         (mine / f"fold{fold}" / "summary.json").write_text("{}")
-    (mine / "fold3").mkdir()  # which has not begun
+    (mine / "fold3").mkdir()  # a fold that has not begun
     files = [f"fold{fold}/checkpoint-latest.pt" for fold in (0, 2, 10)]
     assert names_in(mine) == files
     assert caplog.messages == [f"{mine}: training of fold2, fold3 has not finished"]
@@ -91,7 +91,7 @@ def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):
     (tmp_path / "c.pt").mkdir()
     assert names_in(tmp_path) == ["a.pt", "b.pt"]
     assert checkpoints_in(tmp_path / "b.pt") == (tmp_path / "b.pt",)
-    # A run stands for one, whatever lies beside it.
+    # A run selects one checkpoint, whatever other files it has.
     put_run(tmp_path, "run", 1, None)
     (tmp_path / "runs/run/other.pt").touch()
     assert names_in(tmp_path / "runs/run") == ["checkpoint-latest.pt"]

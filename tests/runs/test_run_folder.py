@@ -12,7 +12,7 @@ from unet3d.runs.finding import checkpoint_in
 from unet3d.runs.run_folder import CASES, WORST, RunFolder, make_run
 
 LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
-"""A name as that of a file which a killed process has left."""
+"""The name of a file that a killed process has left."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_run_is_not_begun_over_another(run):
 
 def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(run):
     (run.path / LEFTOVER).write_bytes(b"half")
-    run.create()  # only what we left makes a folder no less empty
+    run.create()  # leftovers of our own do not count
     assert not list(run.path.iterdir())
     run.write_data({})
     run.append_metrics({"epoch": 1})
@@ -199,7 +199,7 @@ def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path):
         with other.locked():
             other.create()
         other.discard_if_empty()
-        assert run.path.is_dir()  # the user has made it
+        assert run.path.is_dir()  # it existed before
 
 
 def lines(*numbers):
@@ -212,12 +212,12 @@ def test_only_the_epochs_of_the_checkpoint_are_kept(run, num_epochs, kept, caplo
     for line in lines(1, 2, 3):
         run.append_metrics(line)
     with run.metrics.open("ab") as file:
-        file.write(b'{"epoch": 4}')  # a line that was not finished is no damage
+        file.write(b'{"epoch": 4}')  # an unfinished line is no damage
     assert run.read_metrics() == lines(1, 2, 3) and not caplog.records
     run.reopen(num_epochs)
     expected = lines(*range(1, kept + 1))
     assert run.read_metrics() == expected
-    for line in lines(kept + 1):  # what is added later stands on a line of its own
+    for line in lines(kept + 1):  # further lines are not joined to it
         run.append_metrics(line)
     assert run.read_metrics() == expected + lines(kept + 1)
 
@@ -239,14 +239,14 @@ def test_damaged_lines_are_left_out_and_counted(run, caplog):
         with run.metrics.open("ab") as file:
             file.write(damage + b"\n")
     with run.metrics.open("ab") as file:
-        file.write(b"\0" * 100)  # as a line that was not finished
+        file.write(b"\0" * 100)  # like an unfinished line
     assert run.read_metrics() == lines(1) * len(DAMAGED)
     (told,) = caplog.messages
     assert f"metrics.jsonl: left out {len(DAMAGED)} damaged line" in told
     run.reopen(9)
     assert len(caplog.records) == 2
     assert run.read_metrics() == lines(1) * len(DAMAGED)
-    assert len(caplog.records) == 2  # they are gone
+    assert len(caplog.records) == 2  # the damaged lines are removed
 
 
 def test_a_full_disk_is_explained_and_changes_nothing(run, monkeypatch):

@@ -1,4 +1,4 @@
-"""Validation cases, and a network whose answers are known."""
+"""Validation cases, and a network with known answers."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ NAMES = ("background", "liver", "tumour", "absent")
 
 
 def checkpoint():
-    """Return one of a network for these labels, whose images are not normalised."""
+    """Return a checkpoint for these labels whose images are not normalised."""
     found = random_checkpoint(label_values=tuple(range(len(NAMES))), patch_size=(4, 4, 4))
     channels = (ChannelNormalization(kind="none"),)
     preprocessing = replace(found.preprocessing, channels=channels, label_names=NAMES)
@@ -27,7 +27,7 @@ def checkpoint():
 
 
 class Case:
-    """A case whose image is what the network will answer."""
+    """A case whose image holds the network's answer."""
 
     def __init__(self, name, answer, label):
         self.name = name
@@ -41,7 +41,7 @@ class Case:
 
 
 class Reader:
-    """An executor that reads the labels from the image, and counts."""
+    """An executor that reads the labels from the image, and counts windows."""
 
     input_device = output_device = torch.device("cpu")
     slots = ()
@@ -65,7 +65,7 @@ def made_cases():
     for number in range(5):
         answer, label = generator.integers(0, 3, (2, 6, 8, 10 + 2 * number))
         if number == 2:
-            answer[answer == 2] = label[label == 2] = 0  # no tumour
+            answer[answer == 2] = label[label == 2] = 0  # the case has no tumour
         made.append(Case(f"case_{number}", answer, label))
     return made
 
@@ -109,12 +109,12 @@ def expected(cases):
 
 
 def expected_loss(cases):
-    """Return the mean over the cases of :func:`loss_of`."""
+    """Return the mean of :func:`loss_of` over the cases."""
     return sum(map(loss_of, cases)) / len(cases)
 
 
 def loss_of(case):
-    """Return cross-entropy plus soft Dice loss, of the voxels that count, by PyTorch and hand."""
+    """Return cross-entropy plus soft Dice loss over the counted voxels, by PyTorch and by hand."""
     logits = F.one_hot(torch.from_numpy(case.answer).long(), len(NAMES)).double().flatten(0, 2)
     truth = torch.from_numpy(case.truth).long().flatten()
     logits, truth = logits[truth < len(NAMES)], truth[truth < len(NAMES)]

@@ -1,4 +1,4 @@
-"""Which cases are drawn after a training, and that predicted and true outlines are in place."""
+"""The cases that are drawn after a training, and the places of predicted and true outlines."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def made(folder, shifts, ignore=None):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are written, by the names of their files."""
+    """The figures that are written, by file name."""
     written = {}
     write = final_validation.write_figure
 
@@ -59,7 +59,7 @@ def figures(monkeypatch):
 
 
 def extents_mm(figure, view):
-    """Return from where to where each outline of a view goes across."""
+    """Return the horizontal extent of each outline in a view."""
     (axes,) = (one for one in figure.axes if one.get_title(loc="left").startswith(view))
     contours = [
         one for one in axes.collections if isinstance(one, QuadContourSet) and not one.filled

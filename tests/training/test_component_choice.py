@@ -1,4 +1,4 @@
-"""The choice against nnU-Net's procedure, written anew and the plain way."""
+"""The choice of components, compared with a simple implementation of nnU-Net's procedure."""
 
 from types import SimpleNamespace
 
@@ -54,7 +54,7 @@ def plain_choice(pairs, labels, ignore=None):
 
 
 def noisy_pairs(seed, num_cases=4):
-    """Return cases in which labels have one component or several, and predictions specks."""
+    """Return cases: labels have one component or several, and predictions have specks."""
     rng = np.random.default_rng(seed)
     pairs = []
     for _ in range(num_cases):
@@ -74,7 +74,7 @@ def noisy_pairs(seed, num_cases=4):
 
 
 def choose(pairs, scored):
-    """Return the rules that are chosen."""
+    """Return the chosen rules."""
 
     def over_cases(work, what):
         return [work(*(SimpleNamespace(array=one.copy()) for one in pair)) for pair in pairs]
@@ -93,7 +93,7 @@ REGIONS = {(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"}
     ids=["labels", "one label", "regions"],
 )
 def test_the_choice_is_that_of_the_plain_procedure(names, seeds, num_different):
-    """One label is tried once; regions, which overlap, are judged one after the other."""
+    """A single label is tried once; overlapping regions are judged one after the other."""
     seen = set()
     for seed in range(seeds):
         pairs = noisy_pairs(seed)
@@ -102,7 +102,7 @@ def test_the_choice_is_that_of_the_plain_procedure(names, seeds, num_different):
         rules = choose(pairs, ScoredLabels(names=names))
         assert rules == plain_choice(pairs, list(names)), seed
         seen.add(tuple(rules))
-    assert len(seen) >= num_different  # else it was no test
+    assert len(seen) >= num_different  # otherwise the test would prove little
     right = [(truth, truth) for _, truth in noisy_pairs(0)]
     assert choose(right, PLAIN) == []
 
@@ -124,10 +124,11 @@ def test_ignored_voxels_judge_nothing():
 def test_what_lowers_a_label_is_not_done_though_the_mean_rises():
     truth = np.zeros(SHAPE, np.uint8)
     truth[:5, :5, :5] = 1
-    truth[10:12, 10:12, 8:10] = 2  # away from label 1, and right
+    truth[10:12, 10:12, 8:10] = 2  # apart from label 1, and predicted correctly
     prediction = truth.copy()
-    prediction[0:4, 9:13, 6:8] = 1  # wrong
-    # All together, the right label 2 would go, too: mean from (.8 + 1) / 2 to (1 + 0) / 2.
+    prediction[0:4, 9:13, 6:8] = 1  # a false component
+    # With all labels together, the correct label 2 would go, too: the mean would change from (.8 +
+    # 1) / 2 to (1 + 0) / 2.
     assert choose([(prediction, truth)], PLAIN) == [(1,)]
 
 

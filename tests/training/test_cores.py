@@ -1,4 +1,4 @@
-"""No core is given to the network and to a process beside it."""
+"""No core is used by both the network and a process beside it."""
 
 import os
 
@@ -19,7 +19,7 @@ AUTO = Config()
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend that there are so many cores, and perhaps that the user has set the threads."""
+    """Pretend that there are ``cores`` cores, and perhaps that the user has set the threads."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

@@ -1,4 +1,4 @@
-"""A training that is not finite any more: what is said, and what stays."""
+"""A training with infinite numbers: its error, and the files that stay."""
 
 import math
 import shutil
@@ -28,7 +28,7 @@ def folder(begun, tmp_path):
 
 
 def spoil(monkeypatch, after, what):
-    """Make numbers infinite after some steps, without a trace of it in the loss of the step."""
+    """After some steps, make weights infinite in a way that the step's loss does not show."""
     take, done = Optimization.step, []
 
     def spoiled(self, learning_rate):

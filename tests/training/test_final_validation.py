@@ -1,4 +1,4 @@
-"""What a run leaves of its validation cases: what ``predict`` makes of them, and the scores."""
+"""The results of a run on its validation cases: equal to those of ``predict``, and their scores."""
 
 import json
 import math
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def of_two_folds(cache, *overrides):
-    """Return a training that validates several cases, on another grid than their own."""
+    """Return a training that validates several cases, on a grid that is not their own."""
     folds = ("data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1")
     return settings(cache, *folds, *overrides)
 
@@ -52,7 +52,7 @@ def finished(cache, tmp_path_factory):
 
 @pytest.fixture
 def folder(finished, tmp_path):
-    """A copy of the finished run, but for the scores of its cases, as of an older version."""
+    """A copy of the finished run without the scores of its cases, as of an older version."""
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run/validation/cases.json").unlink()
     return tmp_path / "run"
@@ -165,7 +165,7 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
         assert np.array_equal(ours.affine, theirs.affine)
     assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
 
-    # A network that is trained on has none until it is decided again.
+    # If training continues, there are no rules until they are chosen again.
     monkeypatch.setattr(final_validation, "choose_components", lambda *_: ())
     run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
     assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ()
@@ -176,7 +176,7 @@ SHAPES = [(6, 8, 10 + 2 * number) for number in range(5)]
 
 @pytest.fixture
 def cases(tmp_path):
-    """Five cases whose image is what the network answers; case 3 is answered best."""
+    """Five cases whose image holds the network's answer; the answer for case 3 is the best."""
     made = []
     for number, shape in enumerate(SHAPES):
         rng = np.random.default_rng(number)
@@ -261,9 +261,9 @@ def test_cases_are_computed_in_what_is_asked_of_predictions(cases, empty, monkey
 
 
 def test_small_components_are_removed_where_that_helps(tmp_path, empty):
-    """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true.
+    """Answers have a speck of label 1 beside the true part; label 2 has two parts, both true.
 
-    A case more has no label at all, and is listed last. A rank more has no case.
+    A further case has no label at all, and is listed last. A further rank has no case.
     """
     cases, wanted = [], {}
     for number in (3, 0, 1, 2):
@@ -292,7 +292,7 @@ def test_small_components_are_removed_where_that_helps(tmp_path, empty):
         "dice_before": pytest.approx(before),
         "dice_after": 1.0,
     }
-    assert record["mean"]["1"]["hd95_mm"] == 0.0  # of what is kept
+    assert record["mean"]["1"]["hd95_mm"] == 0.0  # only of the largest component
     for name, array in label_maps(empty / "validation").items():
         assert np.array_equal(array, wanted[name])
 

@@ -1,4 +1,4 @@
-"""Beginning with the weights of another run: what is taken, what is new, what does not fit."""
+"""Beginning with the weights of another run: weights that are used, new layers, and errors."""
 
 import logging
 import shutil
@@ -103,7 +103,7 @@ def test_all_but_stem_and_heads_is_taken(changes, labels, new, words, encoder):
 
 
 def test_regions_in_place_of_labels_have_heads_of_their_own():
-    """Three of them, as many as the checkpoint has classes."""
+    """Three regions, as many as the checkpoint has classes."""
     regions = [Region(name=name, values=(1, 2), written=2) for name in ("whole", "core", "rim")]
     model = network(2)
     head = model.decoder.heads[0].weight.clone()
@@ -133,7 +133,7 @@ def resolved(file, *changes, path=None):
 
 
 def planned(file, size, spacing_mm, *changes):
-    """Return the network that is planned for two channels and three classes."""
+    """Return the network planned for two channels and three classes."""
     config, architecture = network_to_begin_with(
         load_config(None, [f"training.init={file}", *changes])
     )
@@ -143,7 +143,7 @@ def planned(file, size, spacing_mm, *changes):
 
 
 def test_defaults_that_are_written_down_ask_for_no_network(tmp_path):
-    """What ``unet3d config`` prints leaves the network, the spacing and the rate to the weights."""
+    """The output of ``unet3d config`` leaves network, spacing and learning rate to the weights."""
     save_checkpoint(trained(encoder="residual", norm="group"), tmp_path / "other.pt")
     (tmp_path / "full.yaml").write_text(commented_yaml(Config()))
     found = resolved(tmp_path / "other.pt", path=tmp_path / "full.yaml")
@@ -157,7 +157,7 @@ def test_network_and_spacing_are_those_of_the_checkpoint(file):
     assert config.model.channels == DEEP.channels
     assert config.data.spacing_mm == (1.0, 1.0, 2.5)
     assert config.patches.size == "auto"
-    # What was set stands, and what a run has recorded suits the checkpoint.
+    # A set value is used; settings recorded by a run fit its checkpoint.
     assert resolved(file, "data.spacing_mm=median").data.spacing_mm == "median"
     assert network_to_begin_with(load_config()) == (load_config(), None)
     again = Config.from_yaml(config.to_yaml())
@@ -191,13 +191,13 @@ def finished(cache, tmp_path_factory):
 
 
 def fine_tuning(cache, init, *changes):
-    """Return settings like those of a small training, but for the network."""
+    """Return settings of a small training, without those of the network."""
     own = [change for change in SMALL if not change.startswith("model.")]
     return resolved(init, *own, f"data.cache={cache}", *changes)
 
 
 def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
-    """At a rate that changes nothing, patches of another size leave what was there."""
+    """The learning rate is too small to change weights; patches have another size."""
     caplog.set_level(logging.INFO)
     init = finished / "checkpoint-latest.pt"
     small = ("training.learning_rate=1e-30", "training.epochs=1", "patches.size=8,8,8")

@@ -1,4 +1,4 @@
-"""Training end to end on small phantom data: what is written, and that stopping loses nothing."""
+"""Training end to end on small phantoms: its files, and that interruptions lose nothing."""
 
 import json
 import signal
@@ -111,7 +111,7 @@ def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on
 def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
     is_faster, cache, tmp_path, monkeypatch
 ):
-    """On the other one of two machines, say, or when another measurement came out differently."""
+    """Such as on another machine, or after a measurement with another result."""
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(job, "cpu_has_bfloat16", lambda: True)
     config = settings(cache, *BRIEF, "training.precision=auto", "training.save_every_seconds=0")
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
 
 
 def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
-    """That networks cut anywhere are the same is in ``test_transparency``."""
+    """Networks with other cuts are tested in ``test_transparency``."""
     changes = (*SPREAD, *BRIEF, "parallel.cuts=time")
     with caplog.at_level("INFO"):
         run(settings(cache, *changes), tmp_path / "balanced")
@@ -145,11 +145,11 @@ def test_making_levels_again_trains_to_the_same_weights_with_less(cache, finishe
     ]
     for kind in ("measured", "predicted"):
         again, kept = (slot[kind]["activations_bytes"] for slot in slots)
-        assert again < 0.7 * kept, kind  # of the decoder all is kept
+        assert again < 0.7 * kept, kind  # everything is kept in the decoder
 
 
 def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path):
-    """Within its second epoch, with the configuration that the first one has written."""
+    """In the second epoch, with the configuration that the first start has written."""
     folder, drawn = tmp_path / "run", list[float]()
     config = load_config(finished / "config.yaml", ["training.save_every_seconds=0"])
     with before_steps(lambda _: drawn.append(torch.rand(1).item())):
@@ -164,7 +164,7 @@ def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path):
 
 @pytest.mark.gpu
 def test_so_is_one_on_a_gpu(cache, tmp_path):
-    """With convolutions of every kind, launched at first and replayed later."""
+    """With convolutions of every kind, at first launched and later replayed."""
     changes = (
         *("parallel.mode=none", "parallel.devices=0", "training.precision=bfloat16"),
         *("data.phantom_shape=80,64,64", "patches.size=64,64,64", "training.batch_size=2"),
@@ -182,7 +182,7 @@ def test_so_is_one_on_a_gpu(cache, tmp_path):
 def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     finished, cache, tmp_path, monkeypatch, where, state
 ):
-    """In the second epoch, in the middle or at its end, before the first validation."""
+    """In the middle or at the end of the second epoch, before the first validation."""
     folder, validate = tmp_path / "run", Validator.validate
 
     def interrupted(self, *arguments):
@@ -213,7 +213,7 @@ def test_the_first_checkpoint_comes_after_an_epoch_and_before_it_a_run_begins_an
     assert command("train", "--resume", "--output", folder, "--epochs", 1, "--quiet") == 0
     assert [epoch for epoch, _ in losses(folder)] == [1]
     run_until_power_cut(config, tmp_path / "other", num_steps=1)
-    run_until_power_cut(config, tmp_path / "other", num_steps=3)  # without --resume too
+    run_until_power_cut(config, tmp_path / "other", num_steps=3)  # also without --resume
     assert state_of(tmp_path / "other") == (1, 0)
 
 

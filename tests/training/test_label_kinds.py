@@ -1,4 +1,4 @@
-"""Trainings on label maps that are more than one class for each voxel."""
+"""Trainings with ignored voxels, regions and merged labels."""
 
 import json
 
@@ -20,11 +20,11 @@ FAST = (
     "patches.augmentation=none",
     "patches.foreground_fraction=0.5",
 )
-"""A few epochs are enough."""
+"""Settings with which a few epochs are enough."""
 
 
 def test_a_few_labelled_slices_are_enough(tmp_path, cache):
-    """Of four slices in five nobody says anything, and a wrong answer there costs nothing."""
+    """Four of five slices have no labels, and wrong answers there have no loss."""
     labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
     root = write_msd(tmp_path / "data", 5, SHAPE, labels=labels)
     for number in range(5):
@@ -35,7 +35,7 @@ def test_a_few_labelled_slices_are_enough(tmp_path, cache):
         cache, f"data.dataset={root}", "training.epochs=12", "training.validate_every=12", *FAST
     )
     run(config, tmp_path / "run")
-    # Of the labelled slices of the other cases.
+    # Scored on the labelled slices of the other cases.
     assert json.loads((tmp_path / "run/summary.json").read_text())["final"]["mean_dice"] > 0.55
     checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt")
     assert checkpoint.topology.num_classes == 3
@@ -43,7 +43,7 @@ def test_a_few_labelled_slices_are_enough(tmp_path, cache):
 
 
 def test_regions_are_trained_scored_and_written(tmp_path, cache):
-    """As in BraTS: a core within the whole, which are two outputs and not two classes."""
+    """As in BraTS: a core within the whole; two outputs, not two classes."""
     labels = {"background": 0, "whole": [1, 2], "core": 2}
     root = write_msd(tmp_path / "data", 5, SHAPE, labels=labels, regions_class_order=[1, 2])
     truth = {}
@@ -75,17 +75,17 @@ def test_regions_are_trained_scored_and_written(tmp_path, cache):
         assert set(np.unique(found)) <= {0, 1, 2}
         pairs = ((found > 0, truth[case] > 0), (found == 2, truth[case] == 2))
         scores.append([2 * (a & b).sum() / (a.sum() + b.sum()) for a, b in pairs])
-    # What is written is what was scored, in regions, when the training ended.
+    # The written segmentations have the scores of the end of training, as regions.
     assert np.mean(scores, 0) == pytest.approx(list(summary["final"]["dice"].values()), rel=1e-5)
     record = json.loads((tmp_path / "run" / "validation" / "cases.json").read_text())
     assert [label["name"] for label in record["mean"].values()] == ["whole", "core"]
 
 
 def test_merged_labels_are_trained_as_if_the_files_had_them(tmp_path, cache, capsys):
-    """And scored by the files as they are: NumPy merges them here for another training."""
+    """They are also scored by the original files. For comparison, NumPy merges other files."""
     far = 614454277
     raw_labels = {"background": 0, "organ": 1, "core": 2, "vein": 5, "far": far}
-    modality = "CT"  # whose statistics are of what is labelled
+    modality = "CT"  # CT statistics are measured on labelled voxels
     raw = write_msd(tmp_path / "raw", 5, SHAPE, labels=raw_labels, modality=modality)
     merged_labels = {"background": 0, "organ": 1, "lesion": 2}
     merged = write_msd(tmp_path / "merged", 5, SHAPE, labels=merged_labels, modality=modality)

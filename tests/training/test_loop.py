@@ -1,4 +1,4 @@
-"""What the loop itself decides; what it leads to is in ``test_job``."""
+"""Decisions of the loop itself; their results are tested in ``test_job``."""
 
 import multiprocessing
 
@@ -9,7 +9,7 @@ from unet3d.reports.progress import ProgressLine
 
 
 def shown_losses(cache, folder, monkeypatch, save_every_seconds):
-    """Return the losses that the live line shows, having seen that it shows one for each step."""
+    """Return the losses on the live line, after checking that each step shows one."""
     shown = []
     monkeypatch.setattr(ProgressLine, "wants_loss", lambda self: True)
     monkeypatch.setattr(ProgressLine, "step_done", lambda self, *values: shown.append(values))
@@ -22,7 +22,7 @@ def shown_losses(cache, folder, monkeypatch, save_every_seconds):
 def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_behind(
     cache, tmp_path, monkeypatch
 ):
-    """An epoch's first step, and the first after a checkpoint, have none before to wait for."""
+    """An epoch's first step, and the first after a checkpoint, have no earlier loss to show."""
     taken = shown_losses(cache, tmp_path / "saving", monkeypatch, 0)
     assert len(set(taken)) == 8
     means = [sum(taken[:4]) / 4, sum(taken[4:]) / 4]
@@ -32,7 +32,7 @@ def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_
 
 
 def test_an_unexpected_error_leaves_no_loading_process(cache, tmp_path):
-    """They ignore the signal by which Python ends them, so it would never end itself."""
+    """Loading processes ignore the signal by which Python ends its children, so they would stay."""
     before = set(multiprocessing.active_children())
 
     def fail(number):

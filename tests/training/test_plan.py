@@ -1,4 +1,4 @@
-"""Which run is meant, and that all ranks mean the same one."""
+"""Which run is continued, and that all ranks choose the same one."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def request(changes=CHANGES, **others):
 
 
 def begin(run):
-    """Leave what a run has on the disk after its first epoch."""
+    """Create the files of a run after its first epoch."""
     run.folder.create()
     run.folder.write_config(run.plan.config)
     run.folder.latest.touch()
@@ -42,7 +42,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch):
-    """What plans takes two groups of slabs on four devices; return the ranks that it was told."""
+    """Pretend that planning takes two groups of slabs on four devices; return the ranks it got."""
     told = []
 
     def plan(config, network, ranks):
@@ -70,7 +70,7 @@ def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
 
 def test_all_ranks_get_the_run_of_the_first(here):
     def choose(group):
-        # What the second rank is asked does not count.
+        # The second rank's own request does not count.
         own = (*CHANGES, "parallel.devices=cpu,cpu") if group.is_first else ("training.seed=9",)
         return choose_run(request(changes=own, output=here / str(group.ranks.rank)), group)
 
@@ -79,7 +79,7 @@ def test_all_ranks_get_the_run_of_the_first(here):
     assert first.folder.path == second.folder.path == here / "0"
     assert isinstance(second.plan.config, Config)
     assert second.plan.config.training.learning_rate == 3e-05
-    assert second.plan.config.parallel.mode == "data"  # of several ranks, where no mode is named
+    assert second.plan.config.parallel.mode == "data"  # the mode of several ranks, if none is set
     assert second.plan.config.data.dataset == Path("some/where").absolute()
 
 
@@ -119,7 +119,7 @@ def test_what_is_not_open_is_not_planned(changes, num_ranks, mode, planned):
 
 
 def test_auto_becomes_what_is_planned(planned):
-    for mode, num_ranks in (("auto", 1), ("auto", 4), ("none", 4)):  # as one process recorded it
+    for mode, num_ranks in (("auto", 1), ("auto", 4), ("none", 4)):  # recorded by one process
         config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
         ranks = place(0, num_ranks)
         chosen = placed(config, ranks)
@@ -163,7 +163,7 @@ def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     assert "suit a CPU, such as model.base_channels=8 instead of 32" in caplog.text
     begin(started)
     caplog.clear()
-    # A run goes on as it was begun.
+    # A run goes on with the placement with which it began.
     again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)
     assert again.plan.config == started.plan.config
     assert "for a CPU" not in caplog.text

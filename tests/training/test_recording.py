@@ -1,4 +1,4 @@
-"""Who writes what a run tells of itself, and when; what is in it, ``test_job`` sees."""
+"""Which rank writes a run's records, and when; their content is tested in ``test_job``."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp
         first.write_epoch(METRICS | {"epoch": epoch})
     again = recorder(Group(Ranks()), tmp_path)
     again.resumed_epoch = 2
-    assert len(RunFolder(tmp_path).read_metrics()) == 3  # nothing was written yet
+    assert len(RunFolder(tmp_path).read_metrics()) == 3  # no further line yet
     again.begin()
     assert [line["epoch"] for line in RunFolder(tmp_path).read_metrics()] == [1, 2]
 

@@ -1,4 +1,4 @@
-"""Which run is continued, and what is refused before PyTorch is imported."""
+"""Which run is continued, and errors that are found before PyTorch is imported."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch):
 
 
 def begun_run(name, seconds, dataset, is_saved=True):
-    """Make a run as far as it is looked at to choose it."""
+    """Create the files of a run that are read to choose it."""
     run = RunFolder(Path("runs") / name)
     run.path.mkdir(parents=True)
     run.write_config(Config())
@@ -51,7 +51,7 @@ def test_the_newest_run_of_a_data_set_is_found(here):
     assert chosen() == killed
     assert chosen(here / "a") == chosen(here / "a" / "dataset.json") == new_a
     assert chosen(Path("b")) == b
-    assert chosen(here / "a", output=b) == b  # the folder is named
+    assert chosen(here / "a", output=b) == b  # the named folder decides
     (b / "folds.json").write_text('{"folds": [0]}')
     assert chosen(over_folds=True) == b
 

@@ -1,4 +1,4 @@
-"""Which runs may be continued, and that a refusal changes nothing."""
+"""Which runs may be continued; a refusal changes no file."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def made(cache, tmp_path_factory):
 
 @pytest.fixture
 def place(made, tmp_path):
-    """A copy of all that, in another place."""
+    """A copy of both in another folder."""
     return shutil.copytree(made, tmp_path / "moved")
 
 
@@ -49,7 +49,7 @@ def resume(place, *changes):
 
 
 def refusal(place, *changes):
-    """Return why a run is not continued, having seen that nothing of it has changed."""
+    """Return why a run is not continued, after checking that no file has changed."""
     (place / "run" / ".unfinished-draft").write_text("of somebody else")
     leftover = place / "run" / f".unfinished-{'0' * 32}-config.yaml"
     leftover.write_text("of a killed process")
@@ -82,7 +82,7 @@ def test_settings_that_would_make_it_another_run_are_refused(place, changes, wor
 
 
 def test_other_data_are_refused(place):
-    """Which changes of cases there are, ``tests/runs/test_case_split.py`` sees."""
+    """Kinds of changes are tested in ``tests/runs/test_case_split.py``."""
     path = min((place / "data/labelsTr").iterdir())
     image = nibabel.load(path)
     voxels = np.asarray(image.dataobj).copy()
@@ -102,7 +102,7 @@ def test_what_may_change_is_named_and_takes_effect(place, caplog):
             place,
             *("training.learning_rate=0.01", "training.weight_decay=0.0"),
             *("training.batch_size=4", "training.epochs=3", "inference.overlap=0.25"),
-            *("training.micro_batches=auto", "parallel.cuts=auto"),  # as a run over folds has them
+            *("training.micro_batches=auto", "parallel.cuts=auto"),  # as in a run over folds
         )
     (line,) = (text for text in caplog.messages if text.startswith("changed since"))
     for words in (
@@ -129,7 +129,7 @@ def test_what_may_change_is_named_and_takes_effect(place, caplog):
 def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(place, change, num_steps):
     taken = []
     with before_steps(taken.append):
-        resume(place, change)  # after 1 of 2 steps
+        resume(place, change)  # interrupted after 1 of 2 steps
     assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
     assert len(taken) == num_steps
 
@@ -143,7 +143,7 @@ def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(place):
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(place, caplog):
-    """The data may be elsewhere, but not others."""
+    """The data may be in another place, but must be the same."""
     caplog.set_level(logging.INFO, logger="unet3d")
     resume(place)
     assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]

@@ -1,4 +1,4 @@
-"""Where a training stands, and when that is saved."""
+"""The state of a training, and when it is saved."""
 
 import math
 import time
@@ -111,8 +111,8 @@ def test_only_the_rank_that_writes_knows_when_a_checkpoint_is_due(tmp_path, monk
     assert not first.is_due()
     clock[0] += 5
     assert first.is_due()
-    # The clock of a rank that does not write would never be set back: it would ask for a
-    # checkpoint after every step.
+    # If a rank that does not write kept its own clock, it would ask for a checkpoint after every
+    # step.
     second.save(TrainingState())
     assert not second.is_due()
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
-"""Trainings over uneven slabs, and over groups of shards, are those of one process.
+"""Training on uneven slabs or groups of shards equals training in one process.
 
-That two even slabs are, from any epoch on, is in ``tests/distributed/test_ranks.py``.
+Two even slabs, resumed at any epoch, are tested in ``tests/distributed/test_ranks.py``.
 """
 
 import json
@@ -22,7 +22,8 @@ from unet3d.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.nightly
 
-# Batches of three patches and one: the second of two replicas has fewer than the first, then none.
+# Batches of three patches, then one: the second of two replicas gets fewer than the first, then
+# none.
 EXACT = (
     "training.precision=float64",
     "training.epochs=2",
@@ -69,7 +70,7 @@ def test_uneven_slabs_and_groups_train_as_one_process(num_replicas, num_shards, 
 
 @pytest.mark.multigpu
 def test_two_gpus_share_patches_that_they_augment(cache, tmp_path):
-    """Contrast and gamma take the statistics of a patch, which the GPUs gather from its slabs."""
+    """Contrast and gamma use statistics of a patch, which the GPUs gather from its slabs."""
     changes = (
         "patches.size=32,16,16",
         "patches.augmentation_details.contrast_probability=1",

@@ -1,4 +1,4 @@
-"""Validation with a network whose answers are known."""
+"""Validation with a network with known answers."""
 
 import math
 import sys
@@ -34,7 +34,7 @@ def cases():
 
 
 def test_ignored_voxels_are_in_no_score(cases):
-    """Whatever the network says where nobody has labelled, the Dice is that of the other voxels."""
+    """Whatever the network predicts for ignored voxels, the Dice is that of the other voxels."""
     generator = np.random.default_rng(1)
     partly = []
     for case in made_cases():
@@ -45,7 +45,7 @@ def test_ignored_voxels_are_in_no_score(cases):
     assert any((case.answer[case.truth == len(NAMES)] == 3).any() for case in partly)
     found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, watcher())
     assert found.loss == pytest.approx(expected_loss(partly), rel=1e-5)
-    for case in partly:  # as if these voxels had never been
+    for case in partly:  # as if ignored voxels did not exist
         case.answer[case.truth == len(NAMES)] = 0
     assert_right(found, partly)
 
@@ -85,7 +85,7 @@ NUM_SHARDS = 2
 
 
 class SharedReader(Reader):
-    """Answers when all shards have asked for the same window."""
+    """Answers after all shards have asked for the same window."""
 
     def __init__(self, group):
         super().__init__()
@@ -99,7 +99,7 @@ class SharedReader(Reader):
 
 
 class LateRequest(InterruptionRequest):
-    """Says from some moment on that somebody asked to stop."""
+    """A request to stop that arrives after some moments."""
 
     def __init__(self, num_asked):
         self._num_left = num_asked
@@ -111,7 +111,7 @@ class LateRequest(InterruptionRequest):
 
 
 def check_scores(group):
-    """Three cases for the first replica, two for the second."""
+    """Check scores: the first replica has three cases, the second two."""
     cases, executor = made_cases(), SharedReader(group)
     told = []
     found = validator(cases, group, NUM_SHARDS, executor).validate(
@@ -124,7 +124,7 @@ def check_scores(group):
 
 
 def check_stops(group):
-    """Each rank is asked to stop before another case, or not at all."""
+    """Check that each rank may be asked to stop before any case, or not at all."""
     for moments in ((0, 1, 2, 9), (9, 1, 9, 9), (9, 9, 0, 9), (2, 9, 9, 1)):
         executor = SharedReader(group)
         request = LateRequest(moments[group.ranks.rank])

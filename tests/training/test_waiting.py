@@ -1,4 +1,4 @@
-"""What is measured of a device that waits for data, and what is said about it."""
+"""Measured waiting of a device for data, and the note about it."""
 
 import io
 import json
@@ -24,7 +24,7 @@ BATCH = Batch(
 
 
 class Machine:
-    """A host with a clock and a GPU that works behind it, both in seconds of the same time."""
+    """A host with a clock, and a GPU that works behind it; both count seconds of one clock."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -53,13 +53,13 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
 
     def batches(self, *seconds):
-        """Yield batches, each after some time on the host."""
+        """Yield batches, each after some seconds on the host."""
         for one in seconds:
             self.now += one
             yield BATCH
 
     def compute(self, seconds):
-        """Launch a step, which takes the host 1 ms."""
+        """Launch a step of some seconds on the GPU; launching takes the host 1 ms."""
         self.now += 0.001
         self.gpu_free = max(self.now, self.gpu_free) + seconds
 
@@ -68,8 +68,9 @@ def test_a_gpu_waits_only_while_it_has_no_step_to_compute(monkeypatch):
     machine, clock = Machine(monkeypatch), DataClock(GPU)
     for _ in clock.timed(machine.batches(0.5, 0.3, 0.1, 0.1, 0.6)):
         machine.compute(0.2)
-    assert machine.num_waits == 0  # nor is there a wait in each step
-    # The first batch; 0.3 - 0.2; then the GPU is behind by 0.1, by 0.2, and by 0.4 of the 0.6.
+    assert machine.num_waits == 0  # the host does not wait in each step
+    # The first batch; 0.3 - 0.2; then the GPU still has work for 0.1 and 0.2 s when a batch
+    # arrives, and works for 0.4 s of the last 0.6.
     assert clock.read() == pytest.approx(0.5 + 0.1 + 0.0 + 0.0 + 0.2, abs=0.01)
     assert machine.num_waits == 1
     assert clock.read() == 0.0
@@ -81,8 +82,8 @@ def test_what_comes_between_the_batches_is_not_waiting(monkeypatch):
         clock = DataClock(device)
         for _ in clock.timed(machine.batches(0.25, 0.25)):
             machine.compute(0.001)
-            machine.now += 5.0  # a checkpoint is saved, or a CPU computes the step
-        machine.now += 7.0  # a validation
+            machine.now += 5.0  # time for a checkpoint, or a CPU's step
+        machine.now += 7.0  # time for a validation
         for _ in clock.timed(machine.batches(0.5)):
             machine.compute(0.001)
         assert clock.read() == pytest.approx(1.0), device
@@ -92,11 +93,11 @@ def test_who_waits_is_told_for_what():
     metrics = {"seconds": 20.0, "waited_seconds": 6.8}
     note = waiting_note(metrics, 6.8, GPU)
     assert note == "waited 34 % for data: try more data.num_workers or less patches.augmentation"
-    assert waiting_note(metrics, 0.0, CPU) == note  # which has nothing else to wait for
+    assert waiting_note(metrics, 0.0, CPU) == note  # a CPU waits for nothing else
     host = waiting_note(metrics, 1.9, GPU)
     assert host == "waited 34 % for the host, which queues such short steps too slowly"
     assert max(len(INDENT + one) for one in (host, note)) <= MAX_COLUMNS
-    assert waiting_note({"seconds": 20.0, "waited_seconds": 2.0}, 2.0, GPU) is None  # a tenth
+    assert waiting_note({"seconds": 20.0, "waited_seconds": 2.0}, 2.0, GPU) is None  # too little
 
 
 LATE_SECONDS = 0.1
@@ -119,7 +120,7 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     run_until_power_cut(config, folder, num_steps=6)
     state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
     assert (state["epoch"], state["step"]) == (1, 2)
-    # Two batches; on a GPU, one that still computes waits less.
+    # Two batches; a GPU that still computes waits for less than both.
     assert 1.0 * LATE_SECONDS < state["waited_seconds"] < state["seconds"]
     with caplog.at_level("INFO", logger="unet3d"):
         run(config, folder, resume=True, console=Console(file=io.StringIO()))
@@ -130,7 +131,7 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     assert summary["waited_seconds"] == pytest.approx(sum(line["waited_seconds"] for line in lines))
     assert summary["waited_seconds"] < summary["training_seconds"]
     (where,) = (i for i, text in enumerate(caplog.messages) if text.startswith("epoch 3/3: loss"))
-    if device == "cpu":  # a GPU may have waited longer for the host that queues such short steps
+    if device == "cpu":  # such short steps may make a GPU wait for the host instead
         note = next(text for text in caplog.messages[where:] if " for data" in text)
         assert note.startswith(f"{INDENT}waited ")
         assert note.endswith(" % for data: try more data.num_workers or less patches.augmentation")
@@ -143,7 +144,7 @@ def test_a_gpu_waits_as_long_as_it_does_not_compute(load_seconds, has_to_wait):
         torch.cuda.synchronize()
         began = time.monotonic()
         for _ in steps:
-            torch.cuda._sleep(3 * 10**7)  # some 20 ms
+            torch.cuda._sleep(3 * 10**7)  # about 20 ms
         torch.cuda.synchronize()
         return time.monotonic() - began
 

@@ -1,4 +1,4 @@
-"""Scans of balls and rods, with labels, each determined by a seed; NumPy and nibabel alone."""
+"""Scans of balls and rods, with labels, each determined by a seed; needs NumPy and nibabel only."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +16,23 @@ SUFFIX = ".nii.gz"
 
 @dataclass(frozen=True)
 class Scan:
-    """What is written of one scan, along the stored axes of its file."""
+    """How to make and write one scan; fields are along the stored axes of its file."""
 
     name: str
     seed: int
     shape: tuple[int, int, int]
     spacing_mm: Triple
     axes: str = "RAS"
-    """Where the stored axes lead: R, L, A, P, S, I."""
+    """Directions of the stored axes: R, L, A, P, S, I."""
     tilt_degrees: float = 0.0
-    """By which the whole scan is turned about the axis from head to foot."""
+    """Rotation of the whole scan about the axis from head to foot."""
     shear: float = 0.0
-    """By how many mm the first axis leads along the last world axis for each mm."""
+    """Shear: mm along the last world axis for each mm along the first axis."""
     is_empty: bool = False
     """Whether every voxel is 0."""
 
     def affine(self) -> Array:
-        """Return the (4, 4) matrix from indices to mm."""
+        """Return the (4, 4) affine from voxel indices to mm."""
         matrix = np.zeros((3, 3))
         for axis, towards in enumerate(self.axes):
             row = next(row for row, pair in enumerate(("RL", "AP", "SI")) if towards in pair)
@@ -48,7 +48,7 @@ class Scan:
 
 
 def isotropic(scan: Scan) -> tuple[list[Array], Labels]:
-    """Return one channel with balls, cubes and rods, each of its own brightness."""
+    """Return one channel with balls, cubes and rods, each with its own brightness."""
     random, mm = np.random.default_rng(scan.seed), _grid(scan)
     label = np.zeros(scan.shape, np.uint8)
     for value, count in ((1, 2), (2, 2), (3, 3)):
@@ -66,7 +66,7 @@ def isotropic(scan: Scan) -> tuple[list[Array], Labels]:
 
 
 def thick_slices(scan: Scan) -> tuple[list[Array], Labels]:
-    """Return one channel in Hounsfield units: a body in air, an organ and a vessel in it."""
+    """Return one channel in Hounsfield units: a body in air, with an organ and a vessel."""
     random, mm = np.random.default_rng(scan.seed), _grid(scan)
     extent = np.array(scan.shape) * scan.spacing_mm
     body = _radius(mm, extent / 2, tuple(1 / extent)) < 0.48
@@ -84,7 +84,7 @@ def thick_slices(scan: Scan) -> tuple[list[Array], Labels]:
 
 
 def regions(scan: Scan) -> tuple[list[Array], Labels]:
-    """Return four channels, 0 outside a head: an oedema (2), in it a core (1) and a rim (3)."""
+    """Return four channels, 0 outside of a head: an oedema (2) with a core (1) and a rim (3)."""
     random, mm = np.random.default_rng(scan.seed), _grid(scan)
     extent = np.array(scan.shape) * scan.spacing_mm
     head = _radius(mm, extent / 2, tuple(1 / extent)) < 0.41
@@ -109,7 +109,7 @@ def regions(scan: Scan) -> tuple[list[Array], Labels]:
 
 
 def write(scan: Scan, channels: list[Array], folder: Path) -> list[Path]:
-    """Write the channels of a scan as nnU-Net names them: ``scan_0000.nii.gz``."""
+    """Write the channels of a scan under nnU-Net's names, such as ``scan_0000.nii.gz``."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, channel in enumerate(channels):
@@ -130,7 +130,7 @@ def _image(voxels: npt.NDArray[np.generic], scan: Scan) -> nib.Nifti1Image:
     image = nib.Nifti1Image(voxels, affine)
     image.header.set_xyzt_units("mm")
     if scan.shear:
-        image.set_qform(None)  # a quaternion cannot say it
+        image.set_qform(None)  # a quaternion cannot express a shear
     else:
         image.set_qform(affine, 1)
     image.set_sform(affine, 1)
@@ -138,7 +138,7 @@ def _image(voxels: npt.NDArray[np.generic], scan: Scan) -> nib.Nifti1Image:
 
 
 def _grid(scan: Scan) -> Array:
-    """Return the place of each voxel in mm along the stored axes, shape (I, J, K, 3)."""
+    """Return each voxel's position in mm along the stored axes, shape (I, J, K, 3)."""
     axes = [np.arange(n) * mm for n, mm in zip(scan.shape, scan.spacing_mm, strict=True)]
     return np.stack(np.meshgrid(*axes, indexing="ij"), -1)
 

@@ -31,37 +31,37 @@ CONFIGURATION = "3d_fullres"
 CHECKPOINT = "checkpoint_final.pth"
 MODEL_FILES = ("plans.json", "dataset.json", "dataset_fingerprint.json")
 WINDOW_STEP = 5
-"""Of the logits of a window every fifth voxel along each axis is recorded."""
+"""Step along each axis between the voxels of a window whose logits are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A model, what it is trained on, and the scans that it segments."""
+    """A model, its training data, and the scans that it segments."""
 
     name: str
     dataset_id: int
     draw: Callable[[Scan], tuple[list[Array], Labels]]
-    """Makes the channels and the labels of a scan."""
+    """Makes the channels and labels of a scan."""
     training: Scan
-    """The first case; the others have other seeds, and spacings some percent off."""
+    """The first training case; others have other seeds, and slightly other spacings."""
     scans: tuple[Scan, ...]
-    """What is segmented; the first one with each fold alone, too."""
+    """Scans to segment; the first one is also segmented with each fold alone."""
     description: dict[str, Any]
-    """What dataset.json says beside the number of cases."""
+    """Entries of dataset.json besides the number of cases."""
     planner: str = "ExperimentPlanner"
     patch: tuple[int, int, int]
-    """As everything below, in the order of nnU-Net's plan."""
+    """Patch size, in nnU-Net's order of axes, like all sizes below."""
     architecture: dict[str, Any]
-    """Replaces the planned sizes of the network."""
+    """Entries that replace the planned sizes of the network."""
     folds: tuple[int | str, ...] = (0,)
     mirror_axes: tuple[int, ...] = (0, 1, 2)
     num_epochs: int = 8
     num_steps: int = 40
-    """Of each epoch."""
+    """Steps of each epoch."""
 
     @property
     def dataset(self) -> str:
-        """Name of the data set, as nnU-Net wants it."""
+        """nnU-Net's name of the data set."""
         return f"Dataset{self.dataset_id}_{self.name}"
 
 
@@ -81,7 +81,7 @@ KINDS = (
         description={
             "channel_names": {"0": "MRI"},
             "labels": {"background": 0, "ball": 1, "cube": 2, "rod": 3},
-            "overwrite_image_reader_writer": "NibabelIO",  # SimpleITK refuses what is sheared
+            "overwrite_image_reader_writer": "NibabelIO",  # SimpleITK refuses sheared images
         },
         patch=(32, 32, 32),
         architecture={
@@ -208,7 +208,7 @@ def train(kind: Kind, fold: int | str, plans_name: str) -> Path:
     trainer.num_epochs = kind.num_epochs
     trainer.num_iterations_per_epoch = kind.num_steps
     trainer.num_val_iterations_per_epoch = 2
-    os.environ["nnUNet_n_proc_DA"] = "0"  # in this process; planning takes no 0
+    os.environ["nnUNet_n_proc_DA"] = "0"  # no further process; planning does not accept 0
     configure = trainer.configure_rotation_dummyDA_mirroring_and_inital_patch_size
 
     def with_own_axes() -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def train(kind: Kind, fold: int | str, plans_name: str) -> Path:
 
 
 def predictor_of(model: Path, folds: tuple[int | str, ...], mirrors: bool) -> Any:
-    """Return nnU-Net's predictor as its command line makes it."""
+    """Return nnU-Net's predictor, set up like its command line."""
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
     predictor = nnUNetPredictor(use_mirroring=mirrors, device=torch.device("cpu"), allow_tqdm=False)
@@ -231,7 +231,7 @@ def predictor_of(model: Path, folds: tuple[int | str, ...], mirrors: bool) -> An
 
 
 def segment(kind: Kind, model: Path, scans: tuple[Scan, ...], output: Path, **how: Any) -> None:
-    """Have nnU-Net segment scans that are recorded."""
+    """Have nnU-Net segment scans, and record the segmentations."""
     output.mkdir(parents=True, exist_ok=True)
     files = [
         [str(path) for path in sorted((HERE / kind.name / "scans").glob(f"{scan.name}_0*"))]
@@ -246,7 +246,7 @@ def segment(kind: Kind, model: Path, scans: tuple[Scan, ...], output: Path, **ho
 
 
 def record_arrays(kind: Kind, model: Path, output: Path) -> None:
-    """Record an image as nnU-Net prepares it, and logits of its network in float64."""
+    """Record an image as nnU-Net prepares it, and its network's logits in float64."""
     predictor = predictor_of(model, kind.folds[:1], False)
     preprocessor = predictor.configuration_manager.preprocessor_class(verbose=False)
     files = sorted((HERE / kind.name / "scans").glob("turned_0*"))
@@ -267,7 +267,7 @@ def record_arrays(kind: Kind, model: Path, output: Path) -> None:
 
 
 def record(kind: Kind) -> None:
-    """Train a model, and record it with scans and segmentations."""
+    """Train a model, segment its scans, and record everything."""
     folder = HERE / kind.name
     if folder.exists():
         shutil.rmtree(folder)
@@ -298,7 +298,7 @@ def record(kind: Kind) -> None:
 
 
 def check(kind: Kind) -> None:
-    """See that the model has learnt: every label is in the segmentation of every scan."""
+    """Check that the model has learnt: each scan's segmentation has every label."""
     for scan in kind.scans:
         values = np.unique(kind.draw(scan)[1])
         for path in sorted((HERE / kind.name / "segmentations").glob(f"*/{scan.name}.nii.gz")):
@@ -310,7 +310,7 @@ def check(kind: Kind) -> None:
 
 
 def main() -> None:
-    """Record the kinds that are named, or all."""
+    """Record the named kinds, or all."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for nnU-Net's own files")
@@ -321,7 +321,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[f"nnUNet_{name}"] = str(folder)
     os.environ["nnUNet_compile"] = "f"
-    torch.set_num_threads(1)  # so small a network gains nothing from more
+    torch.set_num_threads(1)  # so small a network is no faster with more
     for kind in KINDS:
         if not options.kinds or kind.name in options.kinds:
             record(kind)

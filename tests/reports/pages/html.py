@@ -1,4 +1,4 @@
-"""What is in a page, read with Python's own parser."""
+"""The content of a page, read with Python's own parser."""
 
 import base64
 import hashlib
@@ -15,14 +15,14 @@ class Page(HTMLParser):
         super().__init__()
         self.tags, self.links, self.texts, self.rows, self._open = [], [], [], [], []
         self.addresses = []
-        """Of everything that a browser loads."""
+        """Addresses of everything that a browser would load."""
         self.sources = {"script": [], "style": []}
-        """Of scripts that run, and of styles."""
+        """Content of scripts that run, and of styles."""
         self.data = {}
-        """Content of the scripts that do not run, by their ids."""
+        """Content of scripts that do not run, by id."""
         self.policy = ""
         self.handlers = []
-        """Attributes that would run or style something."""
+        """Attributes that would run code or set a style."""
         self.feed(text)
         self.close()
         assert not self._open, self._open
@@ -64,12 +64,12 @@ class Page(HTMLParser):
                 self.rows[-1][-1] += data
 
     def cells(self, name: str, column: int = 0) -> list[str]:
-        """Return the cells of the first row that has a name in a column."""
+        """Return the cells of the first row that has this name in one of its columns."""
         return next([cell.strip() for cell in row] for row in self.rows if name in row[column])
 
 
 def assert_closed(page: Page) -> None:
-    """See that a page loads nothing, and that only its own scripts and styles can run."""
+    """Check that a page loads nothing, and that no code or style but its own can run."""
     for address in page.addresses:
         assert re.match(r"data:image/(png|svg\+xml);base64,", address), address[:60]
     directives = dict(part.strip().partition(" ")[::2] for part in page.policy.split(";"))

@@ -1,4 +1,4 @@
-"""A folder as a training leaves it, written by hand."""
+"""The folder of a training run, written by hand."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SIZES = {"parameters": 6, "gradients": 6, "optimizer": 12, "activations": 70}
 
 
 def write_run(folder: Path, **changes: Any) -> Path:
-    """Write every file that a page reads; a change replaces one, None leaves it out."""
+    """Write every file that a page reads; ``changes`` replace files, None leaves one out."""
     files = {
         "data.json": data(),
         "config.yaml": load_config(None, ["training.epochs=4"]).to_yaml(),
@@ -65,7 +65,7 @@ def score(name, dice, hd95_mm=2.5):
 
 
 def cases(liver="liver", low="low"):
-    """The better case first, which a page turns round."""
+    """Return scores with the better case first, an order that a page reverses."""
     better = {"1": score(liver, 0.9375), "2": score("tumour", None, None)}
     worse = {"1": score(liver, 0.75), "2": score("tumour", 0.25)}
     return {
@@ -84,7 +84,7 @@ def cases(liver="liver", low="low"):
 
 
 def memory():
-    """Two slots; the first was predicted a tenth too large, the second not at all."""
+    """Return the memory of two slots: one predicted a tenth too large, one not predicted."""
 
     def record(factor):
         sizes = {f"{name}_bytes": size * MIB for name, size in SIZES.items()}

@@ -1,6 +1,6 @@
-"""Pages in a headless Chromium, from the disk: what is seen, keys, and not a word to the network.
+"""Pages in a headless Chromium, from the disk: what they show, keys, and no network requests.
 
-They need a Chromium of the system, which none of our dependencies brings.
+The tests need a Chromium of the system; no dependency brings one.
 """
 
 import io
@@ -28,7 +28,7 @@ EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 
 class Opened:
-    """A page in the browser, and what went wrong in it."""
+    """A page in the browser, with its errors and requests."""
 
     def __init__(self, browser, path, **options):
         self.page = browser.new_context(**options).new_page()
@@ -63,7 +63,7 @@ class Opened:
         """Return what the viewer shows, (height, width, 3), from 0 to 255."""
         content = self.page.locator("#canvas").screenshot()
         picture = matplotlib.image.imread(io.BytesIO(content))
-        # Without the rounded corners, where the outline of the focus is.
+        # Rounded corners show the outline of the focus, so a margin is cut off.
         return np.rint(picture[20:-20, 20:-20, :3] * 255).astype(np.int64)
 
     def close(self):
@@ -73,12 +73,12 @@ class Opened:
 
 
 def near(pixels, colour):
-    """Return where pixels have a colour."""
+    """Return which pixels have about this colour."""
     return np.abs(pixels - colour).max(axis=2) <= 12
 
 
 def coloured(pixels):
-    """Return how many pixels are not grey, as those of a scan are."""
+    """Return the number of pixels that are not grey; a scan's pixels are grey."""
     return int((np.ptp(pixels, axis=2) > 20).sum())
 
 
@@ -105,10 +105,9 @@ def write_page(folder, image, labels, affine, names=None):
 
 @pytest.fixture(scope="module")
 def segmentation(tmp_path_factory):
-    """The page of a scan stored from left to right and front to back.
+    """The page of a scan that is stored from left to right and front to back.
 
-    Its labels are ``organ``, on the patient's right, in front and on top, and one of another name
-    opposite of it.
+    Label ``organ`` is on the patient's right, in front and on top; another label is opposite.
     """
     folder = tmp_path_factory.mktemp("a page #1?")
     shape, affine = (40, 32, 24), np.diag([-2.0, -2.0, 3.0, 1.0])
@@ -138,7 +137,7 @@ def test_the_canvas_shows_the_labels_in_their_colours(viewer):
     viewer.press("o")
     assert viewer.page.input_value("#opacity") == "0"
     without = viewer.pixels()
-    assert coloured(without) == 0 and without.max() > 200  # the scan alone
+    assert coloured(without) == 0 and without.max() > 200  # the scan without labels
     viewer.press("o", "1")
     assert near(viewer.pixels(), SKY).sum() == 0
     other.click()
@@ -156,7 +155,7 @@ def test_a_name_leads_to_its_label_which_is_on_its_side_of_every_plane(viewer):
     assert page.text_content("#place").endswith(EVIL)
     page.click("button.place >> nth=0")
     assert page.text_content("#place").endswith("organ")
-    # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
+    # The label has voxels 4 to 13, 4 to 11 and 14 to 21; the scan begins at the right and in front.
     place = viewer.place
     assert -2 * 13 <= place["x"] <= -2 * 4 and -2 * 11 <= place["y"] <= -2 * 4
     assert 3 * 14 <= place["z"] <= 3 * 21
@@ -183,9 +182,9 @@ def test_many_labels_have_their_colours_and_the_background_has_none(browser, tmp
     assert opened.page.text_content("#place").endswith(f"label {num_labels}")
     opened.press("v", *["+"] * 5)
     pixels = opened.pixels()
-    own = near(pixels, VERMILION)  # the colours begin anew behind the seventh
+    own = near(pixels, VERMILION)  # the eighth label has the first colour again
     assert own.mean() > 0.2
-    # At the edges colours are mixed; the background would be twice as much.
+    # At edges colours are mixed; a coloured background would double the number.
     assert own.sum() < coloured(pixels) < 1.3 * own.sum()
     opened.close()
 
@@ -195,7 +194,7 @@ def test_where_left_is_unknown_x_runs_to_the_right_and_lengths_are_those_of_cell
     browser, tmp_path
 ):
     labels = np.zeros((20, 20, 20), np.uint8)
-    labels[2:8, 12:18, 12:18] = 1  # along X from the end: nibabel takes it as running to the left
+    labels[2:8, 12:18, 12:18] = 1  # near the low end of X, which nibabel assumes to run to the left
     for name, array in (("scan", labels * 100 + 5), ("seg", labels)):
         image = nib.Nifti1Image(array, None)
         image.header.set_zooms((0.2, 0.2, 0.2))
@@ -205,7 +204,7 @@ def test_where_left_is_unknown_x_runs_to_the_right_and_lengths_are_those_of_cell
     (tmp_path / "seg.html").write_text(page)
     opened = Opened(browser, tmp_path / "seg.html", viewport={"width": 900, "height": 900})
     page = opened.ready()
-    # The middle of voxels 12 to 17; nibabel puts the middle of all voxels into the origin.
+    # The centre of voxels 12 to 17; nibabel places the centre of all voxels at the origin.
     place = page.text_content("#place")
     assert re.match(r"X (0.9|1.1)0  Y (0.9|1.1)0  Z (0.9|1.1)0 µm", place), place
     opened.press(*["+"] * 5)
@@ -215,7 +214,7 @@ def test_where_left_is_unknown_x_runs_to_the_right_and_lengths_are_those_of_cell
         pixels = opened.pixels()
         rows, columns = np.nonzero(near(pixels, SKY))
         assert columns.mean() > pixels.shape[1] / 2 and rows.mean() < pixels.shape[0] / 2
-    opened.press("v", "v", "ArrowRight")  # 3D, then all
+    opened.press("v", "v", "ArrowRight")  # the 3D view, then all views
     moved = page.text_content("#place")
     assert float(moved.split()[1]) == pytest.approx(float(place.split()[1]) + 0.2)
     opened.close()
@@ -240,7 +239,7 @@ def test_every_key_does_what_the_page_says(viewer):
         viewer.press("v")
         views.append(page.input_value("input[name=view]:checked"))
     assert views == ["0", "1", "2", "4", "3"]
-    viewer.press("v", "v", "v", "v")  # 3D
+    viewer.press("v", "v", "v", "v")  # the 3D view
     before = viewer.pixels()
     for key in ("ArrowLeft", "ArrowUp", "c"):
         viewer.press(key)
@@ -305,7 +304,7 @@ def test_headings_sort_by_keyboard(browser, tmp_path):
     assert sort(1) == "descending" and cases() == ["high", "low"]
     assert sort(1) == "ascending" and cases() == ["low", "high"]
     assert sort(0) == "ascending" and cases() == ["high", "low"]
-    # The tumour of "high" has no Dice: last in both directions.
+    # The tumour of case "high" has no Dice, so it is last in both directions.
     assert sort(3) == "ascending" and cases() == ["low", "high"]
     assert sort(3) == "descending" and cases() == ["low", "high"]
     assert page.locator("th[aria-sort]").count() == 1

@@ -1,4 +1,4 @@
-"""The viewer that is in the package: which one, and what may be done with it."""
+"""The viewer in the package: its version, its safety within a page, and its licences."""
 
 import re
 from pathlib import Path

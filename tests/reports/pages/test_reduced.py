@@ -1,4 +1,4 @@
-"""Volumes as a page carries them, against loops and nibabel."""
+"""Volumes as they are embedded in a page, against loops and nibabel."""
 
 import base64
 import gzip
@@ -28,7 +28,7 @@ def file_of(text):
 
 
 def blocks(shape, steps):
-    """The voxels of each block, by its index."""
+    """Yield the voxels of each block, with the block's index."""
     found = {}
     for voxel in itertools.product(*map(range, shape)):
         block = tuple(one // step for one, step in zip(voxel, steps, strict=True))
@@ -39,7 +39,7 @@ def blocks(shape, steps):
 @pytest.mark.parametrize("steps", [(2, 3, 1), (4, 1, 5)])
 def test_blocks_become_their_mean_and_their_middle(steps):
     rng = np.random.default_rng(0)
-    shape = (8, 7, 6)  # 7 and 6 leave blocks that are not whole
+    shape = (8, 7, 6)  # the last blocks along 7 and 6 are smaller
     image = rng.normal(100, 20, shape).astype(np.float32)
     labels = rng.integers(0, 9, shape).astype(np.uint8)
     mean, middle = means(image, steps), middles(labels, steps)
@@ -76,7 +76,7 @@ def test_the_finest_axes_are_reduced_first():
 def test_an_image_keeps_its_intensities_to_a_grey_level():
     rng = np.random.default_rng(1)
     image = rng.uniform(-1000, 1500, (20, 18, 16)).astype(np.float32)
-    image[3, 4, 5] = 1e6  # which would take all levels
+    image[3, 4, 5] = 1e6  # an outlier would use the whole range of levels
     greys = greys_of(image, AFFINE)
     file = file_of(greys.nifti)
     assert file.get_data_dtype() == np.uint8 and file.shape == image.shape
@@ -92,10 +92,10 @@ def test_an_image_keeps_its_intensities_to_a_grey_level():
 
 def test_a_few_bright_voxels_in_nothing_are_seen():
     image = np.zeros((50, 50, 50), np.float32)
-    image[:4, :4, :4] = 5  # less than 0.1 %
+    image[:4, :4, :4] = 5  # less than 0.1 % of the voxels
     greys = greys_of(image, np.eye(4))
     assert np.allclose(file_of(greys.nifti).get_fdata(), image) and greys.white == 5
-    for value in (0.0, -7.5, 1e30):  # alone
+    for value in (0.0, -7.5, 1e30):  # a single value
         same = greys_of(np.full((4, 4, 4), value, np.float32), np.eye(4))
         assert np.allclose(file_of(same.nifti).get_fdata(), value)
 

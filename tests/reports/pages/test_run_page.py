@@ -1,4 +1,4 @@
-"""The page of a training: everything that its folder holds, and no more."""
+"""The page of a training run shows everything in its folder, and nothing else."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from unet3d.reports.pages.run_page import run_page
 from unet3d.runs.run_folder import folds_in
 
 EVIL = "</script><script>alert(1)</script>\"'&"
-"""What must be text wherever it stands."""
+"""Must be shown as text wherever it appears."""
 
 
 def test_a_finished_run_shows_all_that_was_found(tmp_path):
@@ -31,12 +31,12 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.500", "10.000", "1"]
     assert "NSD (2 mm)" in text
     assert "Only the largest component is kept of liver, tumour; of tumour." in text
-    # Cases: the worst first, and what has no Dice has none.
+    # Cases: the worst first; a label without a Dice has a dash.
     names = [row[0] for row in page.rows]
     assert names.index("low") < names.index("high")
     assert page.cells("low") == ["low", "0.500", "0.750", "0.250"]
     assert page.cells("high") == ["high", "0.938", "0.938", "–"]
-    # Memory in MiB, and last what was predicted of the peak, and the device's total.
+    # Memory in MiB; the last numbers are the predicted peak, and the device's total.
     sizes = ("6.00", "6.00", "12.00", "70.00", "100")
     assert page.cells("0") == ["0", "cuda:0", "encoder.0.0", *sizes, "110", "81,920"]
     blocks = "encoder.0.0 … encoder.0.1"
@@ -48,7 +48,7 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
         "epochs: 4",
     ):
         assert fact in text, fact
-    # The means over the labels, above everything.
+    # Means over the labels are at the top.
     assert "mean HD95 3.5 mm" in text and "mean Dice 0.547" in text
 
 
@@ -72,7 +72,8 @@ def test_names_are_text_and_nothing_else(tmp_path):
     metrics = {"epoch": 1, "loss": 1.0, "dice": dice, "mean_dice": 0.5}
     changes = {
         "data.json": data,
-        # Half a character, as in a file name of another encoding, and letters that turn the text.
+        # A lone surrogate, as in a file name of another encoding, and letters that reverse the
+        # text.
         "validation/cases.json": sample_run.cases(EVIL, "half\udcff turned\u202e"),
         "metrics.jsonl": json.dumps(metrics) + "\n",
         "config.yaml": f"# {EVIL}\n",
@@ -116,7 +117,7 @@ def test_a_run_that_was_killed_early_has_a_page(tmp_path, kept):
 
 @pytest.fixture
 def without_curves(monkeypatch):
-    """Draw no curves, which would take most of a second for each page."""
+    """Skip drawing curves, which takes most of a second for each page."""
     monkeypatch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
 
 
@@ -133,7 +134,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name, without_c
     changes = {"memory.png": "no picture", "validation/worst.png": "", "metrics.jsonl": line}
     page = Page(run_page(write_run(tmp_path, **changes)))
     assert "metrics.jsonl is damaged, and is left out." in page.text
-    assert len(page.addresses) == 1  # the best case
+    assert len(page.addresses) == 1  # only the best case's is intact
 
 
 def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path, without_curves):
@@ -187,7 +188,7 @@ def spread(mean, deviation):
 
 
 def folds_summary(label="liver"):
-    """What a training of folds 0 and 2 writes."""
+    """Return the summary of a training of folds 0 and 2."""
     return {
         "folds": {
             "0": {"final_mean_dice": 0.5, "final_dice": {label: 0.25}, "epochs": 4, "seconds": 60},

@@ -1,4 +1,4 @@
-"""The page of a segmentation: its statistics, what the viewer gets, what is refused."""
+"""The page of a segmentation: its statistics, the viewer's data, and refusals."""
 
 import base64
 import gzip
@@ -22,7 +22,7 @@ EVIL = "</script><script>alert(1)</script>"
 
 
 def scan_and_labels():
-    """Noise; a box of the value 2 of 4 x 5 x 6 voxels, and one voxel of the value 9."""
+    """Return noise; and labels: a box of 4 x 5 x 6 voxels with the value 2, and a voxel with 9."""
     image = np.random.default_rng(0).normal(100, 20, SHAPE).astype(np.float32)
     labels = np.zeros(SHAPE, np.uint8)
     labels[10:14, 5:10, 4:10] = 2
@@ -104,9 +104,9 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     factors = "x".join(str(round(n / small)) for n, small in zip(SHAPE, shown, strict=True))
     words = f"{factors} voxels are shown as one, {'x'.join(map(str, shown))} instead of 24x20x16"
     assert words in page.text
-    # Volumes are still those of all voxels.
+    # Volumes are still counted from all voxels.
     assert page.cells("label 2", 1)[3:5] == ["0.360 mL", "120"]
-    # One that gets lost says so.
+    # The page names a label that disappears.
     monkeypatch.setattr(reduced, "MAX_VOXELS", 60)
     page = Page(segmentation_page(*files))
     row = page.cells("label 9", 1)
@@ -115,14 +115,14 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
 
 
 def test_the_header_names_the_labels(files):
-    """No other file is needed, and labels of one name stay apart."""
+    """No other file is needed, and labels with equal names stay separate."""
     header = open_image(files[1]).geometry
     labels = scan_and_labels()[1]
     write_label(files[0], labels, header, names={2: "liver", 9: "tumour", 11: "spleen"})
     page = Page(segmentation_page(*files))
     assert names_in_the_viewer(page) == ["liver", "tumour", "spleen"]
     assert page.cells("spleen", 1)[2:] == ["11", "0 mL", "0", "–", "–"]
-    # Another name is stronger, and a value without one has its number.
+    # Names in another file take precedence; a value without a name is shown as a number.
     named = Page(segmentation_page(*files, {2: "organ"}))
     assert names_in_the_viewer(named) == ["organ", "label 9"]
     write_label(files[0], labels, header, names={2: "liver", 9: "liver"})
