@@ -17,9 +17,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# Dependencies first: a change of code does not download torch again. The wheels bring their own
-# libgomp and libgfortran, so nothing else is installed. The lock is for Python 3.12 on x86-64 and
-# holds the hash of every wheel; another base image gets the same versions without hashes.
+# Dependencies come first, so a change of code does not download torch again. The wheels bring their
+# own libgomp and libgfortran, so nothing else is installed. The lock is for Python 3.12 on x86-64
+# and has the hash of every wheel; another base image gets the same versions without hashes.
 WORKDIR /opt/unet3d
 COPY pyproject.toml constraints.txt requirements-docker.lock ./
 RUN if python -c "import platform, sys; sys.exit((sys.version_info[:2], platform.machine()) != ((3, 12), 'x86_64'))"; \
@@ -28,14 +28,14 @@ RUN if python -c "import platform, sys; sys.exit((sys.version_info[:2], platform
     && pip install -c constraints.txt -r requirements.txt; \
     fi
 
-# Built with the setuptools that is pinned, not with one that is downloaded for it.
+# Built with the pinned setuptools, without downloading another one.
 COPY README.md LICENSE ./
 COPY unet3d unet3d
 RUN pip install --no-deps --no-build-isolation . && unet3d --version
 COPY configs configs
 
-# HOME is the image's own user's alone. Another user, named by --user, has no entry in it: the
-# entry point gives such a one a home of its own below /tmp. USER names whoever has no name.
+# Only the image's own user may enter its HOME. A user set by --user has no entry in /etc/passwd:
+# the entry point gives it a home in /tmp, and USER is its name.
 ENV USER=unet3d \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

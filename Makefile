@@ -1,9 +1,9 @@
 # make demo: install the package into .venv, then train, predict and evaluate on the built-in phantom data.
-# make test: what protects a change, and CI runs: lint and the default tests, about five minutes on two cores.
-# make nightly: lint and every test, those that are slow and rare too, about 20 minutes.
+# make test: lint and the default tests, as CI runs them; about five minutes on two cores.
+# make nightly: lint and every test, including slow and rare ones; about 20 minutes.
 # make docs: build the site in site/; open site/index.html in a browser.
 # make pictures: draw the pictures of the product in docs/ anew; needs Chromium and two minutes.
-# PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
+# PYTHON=python3.12 chooses the interpreter for .venv (3.11.1 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -33,7 +33,7 @@ docs: .venv/tools
 pictures: .venv/tools
 	$(BIN)/python docs/draw_tour.py
 
-# A stamp is the last thing written, so that an interrupted installation is begun again.
+# The stamp is written last, so an interrupted installation starts again.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("unet3d needs Python 3.11.1 or newer; set PYTHON=" if sys.version_info < (3, 11, 1) else 0)'
 	@echo "Installing into .venv: downloads 0.3 GB with a CPU build of PyTorch, 3 GB with CUDA's libraries."
