@@ -34,7 +34,10 @@ ERRORS = [
     ("train data --parallel model --devices cpu", "needs two devices or more, one for each stage"),
     ("train data --replicas 2 --devices cpu", "--replicas is 2, but there is one device, cpu"),
     ("train data --set data.labels=[heart]", "data.labels names heart, which is not"),
-    ("train data --folds all --fold 1", "--fold is given for a run over several folds; leave"),
+    (
+        "train data --folds all --fold 1",
+        "--fold and a run over several folds exclude each",
+    ),
     ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
     ("train --resume --devices 97", "there is no run to resume in runs; name one with"),
     ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),

@@ -57,7 +57,7 @@ def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
         for path in Path("out").iterdir():
             path.write_bytes(b"of another network")
         line = refusal(capsys, *arguments)
-        assert f"but not a scan{lost}; add --overwrite to make all, or --continue" in line
+        assert f"but not a scan{lost}; add --overwrite to write all" in line
         assert run(*arguments, "--continue") == 0
         assert "kept" not in capsys.readouterr().out
         assert contents("out") == made
@@ -140,7 +140,7 @@ def test_probabilities_and_a_preview_lie_beside_the_segmentation(scan, predictin
     for name in ("s.nii", "s.npy"):
         Path("out", name).unlink()
     line = refusal(capsys, *arguments)
-    assert "s.png exists, but not s.nii and s.npy; add --overwrite to make all, or --cont" in line
+    assert "s.png exists, but not s.nii and s.npy; add --overwrite to write all results" in line
     Path("out/s.png").write_bytes(b"old")
     assert run(*arguments, "--overwrite") == 0
     np.testing.assert_array_equal(np.load("out/s.npy"), found)

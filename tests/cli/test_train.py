@@ -187,7 +187,7 @@ def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
     assert run("train", data, *SMALL, "--fold", "none", "--output", "run") == 0
     said = capsys.readouterr()
     assert "Trained on every case, without validation." in said.out
-    assert "data: data, 3 cases train, none validate (fold none)" in caplog.messages
+    assert "data: data, 3 training cases, no validation (fold none)" in caplog.messages
     folder = Path("run")
     cases = {path.name.partition(".")[0] for path in Path("data/labelsTr").iterdir()}
     record = json.loads((folder / "data.json").read_text())
@@ -238,7 +238,7 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, caps
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2)
     assert "no run to resume in runs that was made with " in line and "--output" in line
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2, "--output", "runs/a")
-    assert "3 cases with other contents (case_0, case_1, case_2)" in line
+    assert "3 cases with changed contents (case_0, case_1, case_2)" in line
     assert contents(Path("runs")) == before
     again = ("train", data, "--resume", "--epochs", 2, "--output", "runs/a")
     assert run(*again, "--quiet") == 0  # the same data in another folder

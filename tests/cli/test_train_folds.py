@@ -45,7 +45,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     assert status == 0, errors
     (top,) = Path("runs").iterdir()
     assert top.name.startswith("phantom-folds-")
-    assert "folds 0, 2, one after another" in errors.splitlines()
+    assert "training folds 0, 2, one after another" in errors.splitlines()
     assert errors.count("\nepoch 1/1: ") == 2
     assert names_in(top) == ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
     # The summary has mean and deviation over the folds.
@@ -68,7 +68,9 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     assert "Validation Dice of 2 folds" in train("--resume")[1]
     assert contents(top) == before
     status, _, errors = train("--resume", "--folds", "1")
-    assert status == 0 and "folds 1, one after another; finished: 0, 2" in errors.splitlines()
+    assert (
+        status == 0 and "training folds 1, one after another; finished: 0, 2" in errors.splitlines()
+    )
     assert recorded_folds(top) == (0, 1, 2)
     after = contents(top)
     kept = [path for path in before if path.parent.name in ("fold0", "fold2")]
@@ -83,7 +85,7 @@ def test_folds_on_several_devices_train_at_the_same_time():
     options = (*SMALL, "--devices", "cpu,cpu", "--output", "folds")
     status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
     assert status == 0, errors
-    assert "folds 0, 1, one at a time on each of cpu, cpu" in errors.splitlines()
+    assert "training folds 0, 1, one at a time on each of cpu, cpu" in errors.splitlines()
     asked = load_config(Path("folds/config.yaml")).parallel  # also for a resumed run
     assert (asked.mode, asked.devices) == ("auto", ("cpu", "cpu"))
     for name in ("fold0", "fold1"):
@@ -129,7 +131,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(monkeypatch, capsys):
     for options, words in (
         (("3",), "--folds names fold 3, but there are 3, counted from 0"),
         (("0,1,",), "--folds '0,1,' names no folds; give numbers such as 0,2, or all"),
-        (("all", "--fold", 1), "--fold is given for a run over several folds"),
+        (("all", "--fold", 1), "--fold and a run over several folds exclude each other"),
         (("all", "--devices", "cpu,cpu,99"), "99"),
     ):
         assert words in refusal(capsys, *command, *options)

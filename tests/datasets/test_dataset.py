@@ -254,7 +254,7 @@ def test_honours_splits_final(tmp_path, caplog):
     assert [case.name for case in validation] == ["case_1"]
     assert caplog.records == []
     fold_cases(load_dataset(root), 0, 5, seed=0)
-    assert "fold 0 leaves out 1 of 3 cases" in caplog.text
+    assert "fold 0 uses 1 of 3 cases neither for training nor for validation" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_honours_fold_keys(tmp_path, caplog):
     root = write_msd(tmp_path, 4, training=entries[:3], validation=entries[3:])
     train, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
     assert [case.name for case in (*train, *validation)] == ["case_1", "case_0", "case_2"]
-    assert "fold 0 leaves out 1 of 4 cases" in caplog.text
+    assert "fold 0 uses 1 of 4 cases neither for training nor for validation" in caplog.text
 
 
 def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path):

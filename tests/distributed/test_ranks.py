@@ -163,7 +163,7 @@ def test_a_lost_rank_is_named_with_its_step(tmp_path):
     for when in ("step", "exchange"):
         dead, hanging = ((tmp_path / f"{how}-{when}.txt") for how in ("killed", "hanging"))
         assert dead.read_text().startswith("LostRankError: rank 1 (in epoch 2, step 3) is gone")
-        reason = "RankError: rank 1 (in epoch 2, step 3) hangs: nothing for 1 s"
+        reason = "RankError: rank 1 (in epoch 2, step 3) hangs: no sign of life for 1 s"
         assert hanging.read_text().startswith(reason)
 
 

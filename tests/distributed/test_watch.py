@@ -133,7 +133,9 @@ def test_a_device_that_gets_no_further_names_the_lost_rank(fake_devices, store, 
     rank.close()
     (error,) = rank.errors
     assert not isinstance(error, LostRankError)
-    assert str(error).startswith(f"rank 1 (in epoch 1, step 5) hangs: nothing for {LIMIT:g} s; ")
+    assert str(error).startswith(
+        f"rank 1 (in epoch 1, step 5) hangs: no sign of life for {LIMIT:g} s; "
+    )
     assert advice in str(error)
 
 

@@ -30,7 +30,7 @@ def test_a_scan_that_is_like_those_of_the_training_needs_no_word(caplog):
     ("array", "spacing_mm", "words"),
     [
         (noise((30, 1, 20)), 1.0, "the image is a single slice"),
-        (noise((7, 6, 5)), 1.0, "the image has 7x6x5 voxels at the spacing of the network, whose"),
+        (noise((7, 6, 5)), 1.0, "the image has 7x6x5 voxels at the spacing of the network, far"),
         (noise((70, 60, 50)), 0.1, "the image has 7x6x5 voxels at the spacing of the network, "),
         (np.arange(6000).reshape(20, 20, 15) % 3, 1.0, "holds the whole numbers 0, 1, 2 only, as"),
         (np.full((16, 16, 16), 7.0), 1.0, "the image holds the whole numbers 7 only"),

@@ -286,7 +286,7 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
 ):
     image = volume_of(noise((24, 16, 16)), tmp_path)
     larger = volume_of(noise((24, 16, 16)) * 1e6, tmp_path / "larger")
-    half = "in float16, numbers beyond 65504 overflow; add --precision bfloat16"
+    half = "float16 overflows beyond 65504; add --precision bfloat16"
     cases = (
         (checkpoint, image, "float32", "its intensities differ from those in training, or"),
         (checkpoint, image, "float16", half),

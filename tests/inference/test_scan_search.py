@@ -209,7 +209,7 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
     both = ["a_seg.nii.gz", "a_seg.json"]
     for present, missing in (both, both[::-1]):
         a, b, there = touch(tmp_path / present, "a.nii.gz", "b.nii.gz", present)
-        words = f"{there} exists, but not {missing}; add --overwrite to make all"
+        words = f"{there} exists, but not {missing}; add --overwrite to write all"
         refuses([a], words, statistics=True)
         found = found_of([a, b], None, 1, statistics=True)
         assert (names(found.to_segment), names(found.kept)) == (["b.nii.gz"], [])

@@ -51,7 +51,7 @@ def test_ranks_agree_when_a_network_is_placed(others_can, mode, monkeypatch, cap
     assert convolves_by_hand(GPU, torch.bfloat16) == (others_can or not has_slabs)
     said = ["Triton cannot compile in rank 1, so training is several times slower in all ranks"]
     if has_slabs:
-        said.append("rank 1 does not have the hand-written convolutions, so all ranks take cuDNN's")
+        said.append("rank 1 does not have the hand-written convolutions, so all ranks use cuDNN")
     assert caplog.messages == ([] if others_can else said)
 
 

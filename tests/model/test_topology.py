@@ -73,7 +73,7 @@ def test_a_trained_network_is_taken_for_other_images_and_labels():
     assert topology_like(trained, (16, 16, 8), 2, 5, False) == replace(
         trained, in_channels=2, num_classes=5, deep_supervision=False
     )
-    with pytest.raises(ConfigError, match="leaves one voxel of a patch of 8x8x4, because it divid"):
+    with pytest.raises(ConfigError, match="a patch of 8x8x4 to one voxel, because it divid"):
         topology_like(trained, (8, 8, 4), 2, 5, False)
 
 
@@ -181,7 +181,10 @@ def test_options_and_units_are_those_that_are_named(encoder):
         ({"decoder_units": [2] * 4}, "channels of 4 levels but 4 decoder_units, not 3"),
         ({"norm_eps": float("nan")}, "norm_eps must be a finite number, but is nan"),
         ({"negative_slope": 1.5}, "negative_slope must be at most 1, but is 1.5"),
-        ({"upsampling_bias": True, "norm": "group"}, "an upsampling_bias with norm group; it is"),
+        (
+            {"upsampling_bias": True, "norm": "group"},
+            "an upsampling_bias with norm group; it needs",
+        ),
         ({"norm": "layer"}, "norm must be 'instance', 'group' or 'batch', but is 'layer'"),
         ({"deep_supervision": 1}, "deep_supervision must be a valid boolean, but is 1"),
         ({"\x1b[2J": 1}, r"\x1b[2J is unknown"),

@@ -76,7 +76,7 @@ def of_fullres(key, value):
             "3d_fullres",
             "order must",
         ),
-        (of_fullres("use_mask_for_norm", [True]), "3d_fullres", "use_mask_for_norm is of 1"),
+        (of_fullres("use_mask_for_norm", [True]), "3d_fullres", "use_mask_for_norm has 1"),
         (of_fullres("spacing", [1.0, -1.0, 1.0]), "3d_fullres", "spacing"),
         (of_network("norm_op", "torch.nn.BatchNorm3d"), "3d_fullres", "norm_op must be 'InstanceN"),
         (of_network("nonlin", "torch.nn.GELU"), "3d_fullres", "ReLU', but is 'GELU'"),

@@ -34,7 +34,7 @@ def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path):
     label = tmp_path / "elsewhere/labelsTr/case_1.nii.gz"
     shutil.copy(tmp_path / "elsewhere/labelsTr/case_0.nii.gz", label)
     other = CaseSplit.of(cases[:2], cases[2:], Cache(tmp_path / "third cache"))
-    assert other.changes_since(made) == ["1 case with other contents (case_1)"]
+    assert other.changes_since(made) == ["1 case with changed contents (case_1)"]
     assert other.fingerprint != made.fingerprint
 
 
@@ -52,7 +52,7 @@ def test_it_can_be_written_and_read():
     ("now", "changes"),
     [
         (split({"c": "3", "a": "1", "b": "2"}, {"d": "4"}), []),  # another order is no change
-        (split({"a": "1", "b": "2"}, {"d": "4"}), ["1 case gone (c)"]),
+        (split({"a": "1", "b": "2"}, {"d": "4"}), ["1 case missing now (c)"]),
         (split({**BEFORE.training, "e": "5"}, {"d": "4"}), ["1 case new in training (e)"]),
         (
             split(dict(BEFORE.training), {"d": "4", "e": "5"}),
@@ -67,7 +67,7 @@ def test_it_can_be_written_and_read():
         ),
         (
             split({"a": "2", "b": "1", "c": "4"}, {"d": "3"}),
-            ["4 cases with other contents (a, b, c and 1 more)"],
+            ["4 cases with changed contents (a, b, c and 1 more)"],
         ),
     ],
 )

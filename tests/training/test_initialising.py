@@ -97,7 +97,7 @@ def test_all_but_stem_and_heads_is_taken(changes, labels, new, words, encoder):
     model = network(2, encoder=encoder, **changes)
     random = {name: value.clone() for name, value in model.state_dict().items()}
     found = take_weights(model, preparing(model.topology.in_channels, *labels), checkpoint)
-    assert found == (f"new: {words}" if words else "nothing is new")
+    assert found == (f"new layers: {words}" if words else "no layer is new")
     taken = {name: value for name, value in checkpoint.model.items() if not name.startswith(new)}
     assert_equal(model.state_dict(), {name: taken.get(name, random[name]) for name in random})
 
@@ -110,7 +110,7 @@ def test_regions_in_place_of_labels_have_heads_of_their_own():
     words = take_weights(
         model, replace(preparing(2, "a", "b", "c"), regions=tuple(regions)), trained()
     )
-    assert words == "new: the heads (whole, core, rim instead of liver, tumour)"
+    assert words == "new layers: the heads (whole, core, rim instead of liver, tumour)"
     assert_equal(model.decoder.heads[0].weight, head)
 
 
@@ -120,7 +120,7 @@ def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted(
     model = network(2)
     new = {name: value.clone() for name, value in model.state_dict().items() if "heads.1." in name}
     words = take_weights(model, checkpoint.preprocessing, double)
-    assert words == "new: the heads of level 1"
+    assert words == "new layers: the heads of level 1"
     assert_equal(model.state_dict(), {**checkpoint.model, **new})
 
 
@@ -203,7 +203,7 @@ def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
     small = ("training.learning_rate=1e-30", "training.epochs=1", "patches.size=8,8,8")
     run(fine_tuning(cache, init, *small), tmp_path / "run")
     assert_same_weights(tmp_path / "run", finished)
-    assert f"begins with the weights of {init}; nothing is new" in caplog.messages
+    assert f"training starts from the weights of {init}; no layer is new" in caplog.messages
 
 
 def test_it_goes_on_without_the_file(cache, finished, tmp_path):
@@ -232,9 +232,9 @@ def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
     topology = planned(tmp_path / "model.pt", (16, 16, 16), (1.0, 1.0, 1.0))
     assert topology == checkpoint.topology
     model = UNet3d(topology)
-    assert take_weights(model, checkpoint.preprocessing, checkpoint) == "nothing is new"
+    assert take_weights(model, checkpoint.preprocessing, checkpoint) == "no layer is new"
     assert_equal(model.state_dict(), checkpoint.model)
-    with pytest.raises(ConfigError, match="leaves one voxel of a patch of 8x8x2, because it divi"):
+    with pytest.raises(ConfigError, match="a patch of 8x8x2 to one voxel, because it divi"):
         planned(tmp_path / "model.pt", (8, 8, 2), (1.0, 1.0, 1.0))
 
 

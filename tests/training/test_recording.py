@@ -125,10 +125,10 @@ def test_the_record_says_all_that_a_run_is_made_with():
 
 def test_who_trains_and_who_validates_is_said():
     made = made_with(["b", "a"], ["c"])
-    assert data_lines(made) == ["data: phantom, 2 cases train, 1 validate (fold 0)"]
+    assert data_lines(made) == ["data: phantom, 2 training cases, 1 validation case (fold 0)"]
     made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
     *_, last = data_lines(made)
-    assert last == "1 of these are trained on too, under other names: d"
+    assert last == "validation cases that are also training cases, under other names: d"
 
 
 STATE = TrainingState(

@@ -92,7 +92,7 @@ def test_other_data_are_refused(place):
     description["labels"]["1"] += " of the left"
     write_json(place / "data/dataset.json", description)
     line = refusal(place)
-    assert line.startswith(f"{place / 'run'} cannot be continued: 1 case with other contents (")
+    assert line.startswith(f"{place / 'run'} cannot be continued: 1 case with changed contents (")
     assert "; label_names changed from [background, " in line and "another --output" in line
 
 

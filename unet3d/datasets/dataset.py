@@ -138,7 +138,11 @@ def fold_cases(
     unused = len(by_name) - len(train) - len(chosen.validation)
     if unused:
         logger.warning(
-            "%s: fold %d leaves out %d of %d cases", dataset.root, fold, unused, len(by_name)
+            "%s: fold %d uses %d of %d cases neither for training nor for validation",
+            dataset.root,
+            fold,
+            unused,
+            len(by_name),
         )
     return (
         tuple(by_name[name] for name in train),

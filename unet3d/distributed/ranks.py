@@ -104,7 +104,8 @@ class Purpose:
 
 TRAINING = Purpose(
     after_loss="--resume continues the run",
-    after_silence="--resume continues the run, parallel.timeout_seconds waits longer",
+    after_silence="--resume continues the run; if it only needs longer, raise "
+    "parallel.timeout_seconds",
     stop_seconds=120.0,  # in which they end their step and save
 )
 

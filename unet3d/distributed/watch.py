@@ -172,7 +172,7 @@ class Watch:
         if not hangs:
             return LostRankError(f"{names} is gone; {self._purpose.after_loss}")
         return RankError(
-            f"{names} hangs: nothing for {self.timeout.total_seconds():g} s; "
+            f"{names} hangs: no sign of life for {self.timeout.total_seconds():g} s; "
             f"{self._purpose.after_silence}"
         )
 

@@ -57,8 +57,8 @@ def map_items(
         except BrokenProcessPool as error:
             time.sleep(GRACE_SECONDS)
             raise DatasetError(
-                "a process that prepares cases was killed, probably because memory ran out; use "
-                f"fewer than {num_workers} with data.num_workers"
+                "a process that prepares cases was killed, probably because memory ran out; set "
+                f"data.num_workers below {num_workers}"
             ) from error
         except Exception:
             pool.shutdown(cancel_futures=True)  # items in progress are finished

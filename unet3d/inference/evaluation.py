@@ -202,9 +202,9 @@ def scored_labels(
         try:
             scored = read_scored_labels(found)
         except DatasetError as error:  # no error, because the user did not name this file
-            logger.warning("labels have no names: %s", error)
+            logger.warning("label values are shown without names: %s", error)
         else:
-            logger.info("labels as %s names them", found)
+            logger.info("the names of labels are from %s", found)
     if ignore is None:
         return scored
     if ignore in {value for label in scored.names for value in values_of(label)}:

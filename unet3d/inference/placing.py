@@ -101,7 +101,7 @@ class PlacedNetworks:
         if dims.num_shards != group.size:
             raise ConfigError(
                 f"parallel mode {dims.mode} over {len(dims.all_devices)} devices needs a process "
-                "for each, which unet3d predict starts; here, use parallel mode model"
+                "for each device, which only unet3d predict starts; here, use parallel mode model"
             )
         self._homes = dims.replicas if dims.mode == "data" else (dims.devices,)
         """The devices of each replica in this process."""
@@ -206,8 +206,8 @@ class PlacedNetworks:
         except torch.OutOfMemoryError as error:
             names = ", ".join(map(str, dict.fromkeys(devices)))
             raise DoesNotFitError(
-                f"the network does not fit on {names} beside what others hold there; use other "
-                "devices, or more of them"
+                f"the network does not fit into the free memory of {names}; use other devices, or "
+                "more of them"
             ) from error
         executor.module.eval()
         return executor
@@ -231,7 +231,7 @@ class PlacedNetworks:
         dims, num_replicas = self._dims, len(self._homes)
         how = f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else ""
         if num_replicas > 1:
-            how = f", windows dealt to {num_replicas} replicas"
+            how = f", windows distributed over {num_replicas} replicas"
         logger.info(
             "computing %s%s",
             " and ".join(

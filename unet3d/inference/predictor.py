@@ -265,11 +265,11 @@ def cause_of_non_finite(largest: float, precision: str) -> str:
     ``largest`` is the largest magnitude of the normalised intensities.
     """
     if not largest <= LARGEST_USUAL:
-        return f"its normalised intensities reach {largest:.3g}; look for single outlier voxels"
+        return f"its normalised intensities reach {largest:.3g}; look for outlier voxels"
     if precision == "float16":
         return (
-            f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --precision bfloat16, which "
-            "reaches further"
+            f"float16 overflows beyond {MAX_FLOAT16}; add --precision bfloat16, which has a larger "
+            "range"
         )
     return (
         "its intensities differ from those in training, or training had diverged; look at the "
@@ -287,8 +287,8 @@ def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
         yield f"{path} is a single slice; the network was trained on volumes, and may find nothing"
     elif window != "whole" and FAR_SMALLER * math.prod(shape) <= math.prod(window):
         yield (
-            f"{path} has {times(shape)} voxels at the spacing of the network, whose windows have "
-            f"{times(window)}; look at the spacing in its header"
+            f"{path} has {times(shape)} voxels at the spacing of the network, far fewer than a "
+            f"window ({times(window)}); look at the spacing in its header"
         )
     values = [_few_values(image, channel) for channel in range(image.num_channels)]
     if all(values):

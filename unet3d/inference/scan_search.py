@@ -145,8 +145,8 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     if existing and not request.goes_on:
         missing = " and ".join(path.name for path in results if path not in existing)
         raise ConfigError(
-            f"{existing[0]} exists, but not {missing}; add --overwrite to make all, or --continue "
-            "where they are missing"
+            f"{existing[0]} exists, but not {missing}; add --overwrite to write all results anew, "
+            "or --continue to write only missing ones"
         )
 
 

@@ -136,7 +136,7 @@ def _blended(
                 windows_done(done, total)
     yield from sums.finish(windows.size[axis])
     if sums.empty is not None:
-        logger.info("skipped %d of %d windows, which are empty", num_skipped, done)
+        logger.info("windows of constant intensity: skipped %d of %d", num_skipped, done)
 
 
 class _Sums:

@@ -285,6 +285,6 @@ def refuse_beyond_host(network: Checkpoint, windows: Windows, num_computing: int
     lacking = shortage(needed)
     if lacking is not None:
         raise DoesNotFitError(
-            f"a window of {times(windows.shape)} voxels, with the image around it, {lacking}, at "
-            "least; use a smaller inference.window"
+            f"a window of {times(windows.shape)} voxels, with the image around it, {lacking}; use "
+            "a smaller inference.window"
         )

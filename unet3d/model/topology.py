@@ -104,7 +104,7 @@ class Topology:
                 raise ValueError(f"has strides {stride} that skip voxels of kernels {kernel}")
         if self.upsampling_bias and self.norm != "instance":
             raise ValueError(
-                f"has an upsampling_bias with norm {self.norm}; it is known with instance only"
+                f"has an upsampling_bias with norm {self.norm}; it needs norm instance"
             )
         return self
 
@@ -207,8 +207,8 @@ def topology_like(
     total = trained.total_stride
     if all(voxels <= step for voxels, step in zip(size, total, strict=True)):
         raise ConfigError(
-            f"the network to begin with leaves one voxel of a patch of {'x'.join(map(str, size))}, "
-            f"because it divides by {'x'.join(map(str, total))}; use a larger patch"
+            f"the network of training.init reduces a patch of {'x'.join(map(str, size))} to one "
+            f"voxel, because it divides by {'x'.join(map(str, total))}; use a larger patch"
         )
     return replace(
         trained,

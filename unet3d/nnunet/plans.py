@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from unet3d.config import Shape, Spacing
+from unet3d.errors import counted
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
 from unet3d.model import Topology
 from unet3d.model.topology import MOST_LEVELS, stated_kernels
@@ -212,8 +213,8 @@ def _channels(said: _Said) -> tuple[ChannelNormalization, ...]:
     masks = said.use_mask_for_norm or (False,) * len(schemes)
     if len(masks) != len(schemes):
         raise ValueError(
-            f"use_mask_for_norm is of {len(masks)} channels, but normalization_schemes of "
-            f"{len(schemes)}"
+            f"use_mask_for_norm has {counted(len(masks), 'channel')}, but normalization_schemes "
+            f"has {len(schemes)}"
         )
     channels = []
     for channel, (scheme, is_masked) in enumerate(zip(schemes, masks, strict=True)):

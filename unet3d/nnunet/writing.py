@@ -98,7 +98,7 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
     topology, preprocessing = checkpoint.topology, checkpoint.preprocessing
     if topology.norm != "instance":
         raise _refused(
-            f"its plans have instance normalisation, but this network has {topology.norm} "
+            f"its plans know only instance normalisation, but this network has {topology.norm} "
             "normalisation"
         )
     if checkpoint.patch_size is None:

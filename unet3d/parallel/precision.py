@@ -134,7 +134,7 @@ def bfloat16_is_faster() -> bool:
             times = convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16)
             remember(path, {**processor, "float32": times[0], "bfloat16": times[1]})
     except CacheError as error:
-        logger.debug("nothing is kept of this processor: %s", error)
+        logger.debug("the measurement of this processor is not saved: %s", error)
     times = times or (convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16))
     is_faster = times[0] > MIN_GAIN * times[1]
     logger.debug(

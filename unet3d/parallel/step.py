@@ -301,8 +301,8 @@ def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_for
 
 
 _OVERWRITTEN = (
-    "the network changes its tensor {} in place, which others read too; let it write into a copy, "
-    "x.clone()"
+    "the network changes the tensor {} in place, but other blocks read that tensor, too; let it "
+    "write into a copy, x.clone()"
 )
 
 

@@ -203,7 +203,7 @@ def _opened(folder: Path, name: str) -> PreparedCase:
     """Return a case; OSError or ValueError unless each file has the size in the case's record."""
     content = read_record(folder / META)
     if content["key"] != folder.name:
-        raise ValueError("it is of another entry")
+        raise ValueError("it belongs to another entry")
     arrays = {}
     for part, (shape, dtype, size) in content["arrays"].items():
         path = folder / f"{part}.npy"

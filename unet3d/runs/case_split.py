@@ -70,10 +70,10 @@ class CaseSplit:
             for names, words in (
                 (self.training.keys() - then.keys(), "new in training"),
                 (self.validation.keys() - then.keys(), "new in validation"),
-                (then.keys() - now.keys(), "gone"),
+                (then.keys() - now.keys(), "missing now"),
                 (moved_back, "in training before, in validation now"),
                 (moved, "in validation before, in training now"),
-                ({name for name in both if then[name] != now[name]}, "with other contents"),
+                ({name for name in both if then[name] != now[name]}, "with changed contents"),
             )
             if names
         ]

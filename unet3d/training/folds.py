@@ -142,7 +142,7 @@ def _log_places(plans: Sequence[Plan], left: Sequence[int], finished: Sequence[i
         unused = devices[len(left) :]
         where = f"one at a time on each of {', '.join(devices[: len(left)])}"
         where += f" (unused: {', '.join(unused)})" if unused else ""
-    logger.info("folds %s, %s%s", ", ".join(map(str, left)), where, done)
+    logger.info("training folds %s, %s%s", ", ".join(map(str, left)), where, done)
 
 
 def _train(

@@ -92,7 +92,7 @@ def _words(value: Any) -> str:
 def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
     """Copy a checkpoint's weights into a new network, and log new layers; all ranks call it."""
     news = take_weights(model, preprocessing, network_from_first(path, group))
-    logger.info("begins with the weights of %s; %s", path, news)
+    logger.info("training starts from the weights of %s; %s", path, news)
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
@@ -124,7 +124,7 @@ def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkp
             news.append(f"the heads of level {', '.join(map(str, sorted(lacking)))}")
     # Heads of levels that no longer have a loss are not copied.
     model.load_state_dict({name: weights.get(name, value) for name, value in own.items()})
-    return f"new: {' and '.join(news)}" if news else "nothing is new"
+    return f"new layers: {' and '.join(news)}" if news else "no layer is new"
 
 
 def _levels_of_heads(weights: Mapping[str, Tensor]) -> set[int]:

@@ -295,7 +295,7 @@ def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
             explain_out_of_memory(error, step)
             if dims.predicts_memory
             else "a GPU of parallel.data_parallel=true ran out of memory with a batch of "
-            f"{step.settings.num_patches}; leave that out, which takes less of the "
-            "first GPU, or use a smaller --batch-size"
+            f"{step.settings.num_patches}; leave out parallel.data_parallel, because one process a "
+            "GPU needs less memory on the first, or use a smaller --batch-size"
         )
         raise DoesNotFitError(reason) from error

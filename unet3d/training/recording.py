@@ -13,7 +13,7 @@ import torch
 
 from unet3d import __version__
 from unet3d.atomic import append
-from unet3d.errors import some
+from unet3d.errors import counted, some
 from unet3d.memory.meter import MemoryMeter
 from unet3d.memory.record import memory_record, merged_records, reserved_bytes
 from unet3d.planning.experiment import Experiment
@@ -269,11 +269,13 @@ def data_lines(experiment: Experiment) -> list[str]:
     A data set may contain the same case twice, under two names.
     """
     split, config = experiment.split, experiment.config
+    num_validation = len(split.validation)
+    validation = counted(num_validation, "validation case") if num_validation else "no validation"
     lines = [
-        f"data: {dataset_name(config)}, {len(split.training)} cases train, "
-        f"{len(split.validation) or 'none'} validate (fold {config.data.fold})"
+        f"data: {dataset_name(config)}, {counted(len(split.training), 'training case')}, "
+        f"{validation} (fold {config.data.fold})"
     ]
     if split.twins:
         names = some(sorted(split.twins), MAX_NAMES)
-        lines.append(f"{len(split.twins)} of these are trained on too, under other names: {names}")
+        lines.append(f"validation cases that are also training cases, under other names: {names}")
     return lines

@@ -48,7 +48,7 @@ def check_early(request: Request, folds: str | None) -> None:
         old_run = run_to_resume(request, over_folds=folds is not None and request.output is None)
     is_over_folds = folds is not None or (old_run and recorded_folds(old_run.path) is not None)
     if is_over_folds and "data.fold" in request.changes:
-        raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
+        raise ConfigError("--fold and a run over several folds exclude each other; leave one out")
     config = settings_of(request, old_run)
     precisions = {
         "training.precision": config.training.precision,

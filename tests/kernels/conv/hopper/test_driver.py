@@ -16,7 +16,7 @@ from unet3d.kernels.conv.hopper import api, build, driver, op
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
 GPU, SECOND, FAKE = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu", 0)
-SLOWER = "convolutions are cuDNN's, so training takes about a third longer: "
+SLOWER = "convolutions use cuDNN, so training takes about a third longer: "
 
 
 @pytest.fixture
@@ -241,19 +241,19 @@ def is_switched_off(monkeypatch, cuda):
         (
             is_another_processor,
             "INFO",
-            "convolutions are cuDNN's, the hand-written ones are for Hopper GPUs, and not for "
+            "convolutions use cuDNN, the hand-written convolutions need a Hopper GPU, not "
             "NVIDIA A100",
         ),
         (
             is_from_amd,
             "INFO",
-            "convolutions are cuDNN's, the hand-written ones are for Hopper GPUs, and not for "
+            "convolutions use cuDNN, the hand-written convolutions need a Hopper GPU, not "
             "AMD Instinct MI250X",
         ),
         (
             is_switched_off,
             "INFO",
-            "convolutions are cuDNN's, UNET3D_HOPPER=0 switches the hand-written ones off",
+            "convolutions use cuDNN, UNET3D_HOPPER=0 switches the hand-written convolutions off",
         ),
     ],
 )

@@ -81,10 +81,10 @@ def available(device: torch.device) -> bool:
         is_amd, capability = torch.version.hip is not None, torch.cuda.get_device_capability(gpu)
         if is_amd or capability != CAPABILITY:
             name = torch.cuda.get_device_name(gpu)
-            _say(logging.INFO, f"the hand-written ones are for Hopper GPUs, and not for {name}")
+            _say(logging.INFO, f"the hand-written convolutions need a Hopper GPU, not {name}")
             return False
         if os.environ.get(SWITCH) == "0":
-            _say(logging.INFO, f"{SWITCH}=0 switches the hand-written ones off")
+            _say(logging.INFO, f"{SWITCH}=0 switches the hand-written convolutions off")
             return False
         return _works(None if is_fake else gpu)
 
@@ -108,7 +108,7 @@ def _works(gpu: torch.device | None) -> bool:
 
 @functools.cache
 def _say(level: int, reason: str) -> None:
-    logger.log(level, "convolutions are cuDNN's, %s", reason)
+    logger.log(level, "convolutions use cuDNN, %s", reason)
 
 
 def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:
@@ -128,7 +128,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     _all_slabs_can = all_ranks_can(
         own,
         exchange,
-        "rank %d does not have the hand-written convolutions, so all ranks take cuDNN's",
+        "rank %d does not have the hand-written convolutions, so all ranks use cuDNN",
     )
 
 
