@@ -128,7 +128,7 @@ def test_a_run_begins_with_the_network_of_another_one(capsys, caplog):
     arguments = ("train", write_msd(Path("second"), labels=labels), *SMALL, "--output", "two")
     assert run(*arguments, "--init", "run") == 0
     heads = "the heads (near, far instead of left, right)"
-    assert f"{Path('run/checkpoint-latest.pt').absolute()}; new: {heads}" in caplog.text
+    assert f"{Path('run/checkpoint-latest.pt').absolute()}; new layers: {heads}" in caplog.text
     line = refusal(capsys, "train", "--resume", "--output", "two", "--init", "run")
     assert "begins a new run, and --resume continues one" in line
 
