@@ -91,13 +91,15 @@ def test_what_comes_between_the_batches_is_not_waiting(monkeypatch):
 
 def test_who_waits_is_told_for_what():
     metrics = {"seconds": 20.0, "waited_seconds": 6.8}
-    note = waiting_note(metrics, 6.8, GPU)
+    note = waiting_note(metrics, 6.8, GPU, is_augmented=True)
     assert note == "waited 34 % for data: try more data.num_workers or less patches.augmentation"
-    assert waiting_note(metrics, 0.0, CPU) == note  # a CPU waits for nothing else
-    host = waiting_note(metrics, 1.9, GPU)
+    plain = waiting_note(metrics, 0.0, CPU, is_augmented=False)  # a CPU waits for nothing else
+    assert plain == "waited 34 % for data: try more data.num_workers"
+    host = waiting_note(metrics, 1.9, GPU, is_augmented=True)
     assert host == "waited 34 % for the host, which queues such short steps too slowly"
     assert max(len(INDENT + one) for one in (host, note)) <= MAX_COLUMNS
-    assert waiting_note({"seconds": 20.0, "waited_seconds": 2.0}, 2.0, GPU) is None  # too little
+    tenth = {"seconds": 20.0, "waited_seconds": 2.0}
+    assert waiting_note(tenth, 2.0, GPU, is_augmented=True) is None  # too little
 
 
 LATE_SECONDS = 0.1

@@ -66,7 +66,9 @@ def convert(
         try:
             make_folder(output)
         except OSError as error:
-            raise ConfigError(f"cannot write to {output}: {reason_of(error)}") from error
+            raise ConfigError(
+                f"cannot write to {output}: {reason_of(error)}; choose another --output"
+            ) from error
     elif len(checkpoints) > 1:
         raise ConfigError(
             f"the model has {len(checkpoints)} folds, but {output} holds one network; name a "

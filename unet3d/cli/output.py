@@ -119,7 +119,7 @@ def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> No
             if not stat.S_ISREG(path.lstat().st_mode):  # such as the link /dev/stdout
                 raise OSError(EINVAL, "it is not a regular file", str(path))
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}; name another") from error
     if not overwrite and os.path.lexists(path):
         raise ResultExistsError(f"{path} exists; add --overwrite to replace it")
 
@@ -133,7 +133,7 @@ def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
     except FileExistsError as error:
         raise ResultExistsError.meanwhile(path) from error
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}; name another") from error
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class DataClock:
 
 
 def waiting_note(
-    metrics: Mapping[str, Any], loading_seconds: float, device: torch.device
+    metrics: Mapping[str, Any], loading_seconds: float, device: torch.device, is_augmented: bool
 ) -> str | None:
     """Return a note on the wait for data in an epoch, with advice; None: no long wait.
 
@@ -136,4 +136,5 @@ def waiting_note(
     if loading_seconds <= TOLERATED_SHARE * seconds and device.type != "cpu":
         # A GPU also waits if it runs steps faster than this process queues them.
         return f"waited {percent} for the host, which queues such short steps too slowly"
-    return f"waited {percent} for data: try more data.num_workers or less patches.augmentation"
+    less = " or less patches.augmentation" if is_augmented else ""
+    return f"waited {percent} for data: try more data.num_workers{less}"

@@ -264,7 +264,9 @@ class TrainingLoop:
         return metrics
 
     def _waiting_note(self, metrics: dict[str, Any]) -> str | None:
-        return waiting_note(metrics, self.loader.take_waited(), self.executor.input_device)
+        is_augmented = self.config.patches.augmentation != "none"
+        waited = self.loader.take_waited()
+        return waiting_note(metrics, waited, self.executor.input_device, is_augmented)
 
     def _keep(self, validation: Validation | None) -> None:
         """Save the network at the end of an epoch, also as the best one if its Dice has risen."""
