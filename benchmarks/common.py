@@ -270,8 +270,8 @@ def run_watched(
 ) -> dict[str, Any]:
     """Run a command, and return its seconds and its peak memory.
 
-    Host memory is that of the command and its child processes; shared memory counts once. GPU
-    memory is nvidia-smi's value for the fullest GPU.
+    Host memory covers the command and its child processes; shared memory counts once. GPU memory is
+    nvidia-smi's value for the fullest GPU.
 
     Args:
         said: The command.

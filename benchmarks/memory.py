@@ -306,7 +306,7 @@ def search_all(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Compare, or search."""
+    """Compare predicted with measured memory, or search the largest cubes."""
     arguments = make_parser().parse_args()
     if arguments.largest:
         search_all(arguments)

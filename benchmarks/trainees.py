@@ -92,12 +92,12 @@ class Way:
     """How our network is trained on some devices."""
 
     problem: Problem
-    """What is trained on; its batch is that of all replicas together."""
+    """The patches and the network; the batch is for all replicas together."""
     devices: tuple[str, ...]
     """Devices of the first replica, then of the second, and so on."""
     kind: Kind = "stages"
-    """What each device of a replica has: a stage of the network, a slab of each volume, or a copy
-    that ``nn.DataParallel`` runs in a thread."""
+    """How devices of a replica share the work: each has a stage of the network, a slab of each
+    volume, or a copy of the network that ``nn.DataParallel`` runs in a thread."""
     num_replicas: int = 1
     """Copies of the network; each is one rank, or with slabs several."""
     num_micro_batches: int = 1
@@ -107,9 +107,9 @@ class Way:
     precision: str = "auto"
     """``auto`` is the best that the devices have."""
     recompute: Recompute = "norm"
-    """What is recomputed in backward."""
+    """Maps that backward recomputes."""
     offload: Offload = "none"
-    """What is kept in host memory."""
+    """Maps that are kept in host memory."""
     captures: bool = True
     """Whether steps may be recorded and replayed."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -217,7 +217,7 @@ class OurTrainee:
         return loss
 
     def window(self) -> Tensor:
-        """Predict the logits of the replica's samples; with slabs, too, of whole volumes.
+        """Predict the logits of the replica's samples, as whole volumes even with slabs.
 
         A single GPU replays a graph from the second call on, as in ``unet3d predict``.
         """

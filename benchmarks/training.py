@@ -180,7 +180,7 @@ class Measurement:
             pass
 
     def epoch(self, first_step: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch of which the loader has prepared nothing ahead.
+        """Return the batches of an epoch for which the loader has prepared nothing ahead.
 
         Epochs are skipped, because the loader already prepares batches of the next one.
         """

@@ -62,7 +62,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def settings_of(run_folder: Path) -> dict[str, Any]:
-    """Return what a run's ``config.yaml`` holds."""
+    """Return the content of a run's ``config.yaml``."""
     return yaml.safe_load((run_folder / "config.yaml").read_text())
 
 

@@ -99,7 +99,7 @@ def shortened(words):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with what the documents name: data sets, scans, runs, a model of nnU-Net."""
+    """A folder with the files that documents name: data sets, scans, runs, a model of nnU-Net."""
     folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

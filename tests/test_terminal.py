@@ -20,7 +20,7 @@ from unet3d.terminal import TerminalHandler, counting
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True

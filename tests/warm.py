@@ -84,7 +84,7 @@ class Warm:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end, and return what was written to stdout and stderr."""
+        """Wait for the end, and return stdout and stderr."""
         self.wait(timeout)
         return self.written(0), self.written(1)
 

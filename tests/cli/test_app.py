@@ -74,7 +74,7 @@ def test_wrong_usage_exits_with_2(arguments, words, capsys):
 
 @pytest.mark.parametrize("world_size", ["2", "none"])
 def test_a_rank_that_is_done_takes_nothing_down(world_size):
-    """No clean-up at its exit: libraries' threads may still use what ranks share."""
+    """It exits without clean-up: libraries' threads may still use resources that ranks share."""
     code = (
         "import atexit, sys; atexit.register(print, 'taken down')\n"
         "from unet3d.__main__ import main; sys.argv[1:] = ['--version']; main()"

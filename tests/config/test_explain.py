@@ -24,7 +24,7 @@ AWKWARD = [
 
 
 def printed(*arguments: str) -> str:
-    """Return what ``unet3d config`` prints."""
+    """Return the output of ``unet3d config``."""
     result = CliRunner().invoke(commands, ["config", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.output

@@ -21,7 +21,7 @@ BAD = ("config", "--set", "nonsense=1")
 
 
 def run(*arguments, slots, goes_on=True, on_cpu=True):
-    """Return the status of each command, and what they say."""
+    """Return the statuses and the output of commands."""
     commands = {f"c{index}": one for index, one in enumerate(arguments)}
     said = []
     statuses = run_commands(

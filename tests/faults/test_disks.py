@@ -33,7 +33,7 @@ NEEDED_KIB = {"train": 900, "predict": 720, "evaluate": 16, "plan": 16}
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_namespaces(tmp_path_factory):
-    """Skip where a process may not mount file systems of its own."""
+    """Skip if a process may not mount its own file systems."""
     trial = warm.run_call(small_disk.mount, tmp_path_factory.mktemp("trial"), "size=4k")
     if trial.returncode:
         pytest.skip(f"a small disk needs user and mount namespaces: {trial.stderr}")
@@ -58,7 +58,7 @@ def run(words, disk, *, size_kib, read_only=False):
 
 
 def size_in_kib(folder):
-    """Return what a folder takes of a file system with pages of 4 KiB."""
+    """Return the KiB that a folder takes in a file system with pages of 4 KiB."""
     return sum(4 + (path.lstat().st_size + 4095) // 4096 * 4 for path in folder.rglob("*")) + 8
 
 

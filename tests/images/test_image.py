@@ -56,7 +56,7 @@ def write_stored(path, stored, slope, inter):
 
 
 def assert_like(image, expected):
-    """Check that every method of an image returns what an array (C, X, Y, Z) has."""
+    """Check that every method of an image agrees with an array (C, X, Y, Z)."""
     shape = expected.shape[1:]
     assert (image.shape, image.num_channels) == (expected.shape, len(expected))
     assert image.geometry.shape == shape

@@ -272,4 +272,4 @@ def test_fields_and_bytes_may_be_anything(folder, capfd, name, voxels, changes, 
     for place, value in changes:
         content[place % len(content)] = value
     read_or_refuse(written(folder / name, content[:end]))
-    assert capfd.readouterr().err == ""  # MetaIO prints there what it cannot read
+    assert capfd.readouterr().err == ""  # MetaIO would print there

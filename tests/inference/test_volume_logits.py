@@ -64,7 +64,7 @@ class Memory:
 
 
 def test_a_warm_up_asks_for_no_memory_of_the_host(monkeypatch):
-    """The volume whose windows it computes is no scan, so its size must not be refused."""
+    """It uses windows of an imaginary volume, whose size must not be refused."""
     _, logits = placed(Networks.of(random_checkpoint()))
     monkeypatch.setattr(PlacedNetworks, "is_replayable", True)
     monkeypatch.setattr("unet3d.inference.windows.shortage", lambda _: "takes more than there is")

@@ -42,7 +42,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Made]] = {
 
 
 def told(x: Tensor, y: Tensor, made: Made) -> list[object]:
-    """Return everything about results but their values, including whose memory they use."""
+    """Return all properties of results but their values, and whose memory they use."""
     memories = [one.untyped_storage()._cdata for one in (x, y, *made) if one is not None]
     numbers = {memory: number for number, memory in reversed(list(enumerate(memories)))}
     return [

@@ -209,7 +209,7 @@ def test_the_timeline_has_a_mark_for_each_action_of_the_last_step():
         first = next(m for m in line.marks if m.slot == line.slots[0])
         assert first.bytes > without_gradients
         assert all(mark.peak_bytes >= mark.bytes for mark in line.marks[:-1])
-        for before, mark in itertools.pairwise(line.marks):  # an idle slot keeps what it had
+        for before, mark in itertools.pairwise(line.marks):  # an idle slot's memory is constant
             assert mark.slot in (None, *line.slots) or mark.bytes == before.bytes
         peak = max(mark.peak_bytes for mark in line.marks)
         assert without_gradients + found.activations_bytes <= peak <= found.peak_bytes

@@ -95,7 +95,7 @@ def test_modules_in_place_change_neither_the_image_nor_what_others_read(cuts, nu
 
 
 class InPlace(nn.Module):
-    """Changes its input in place, without a module from which one could tell."""
+    """Changes its input in place, but does not declare it by a module's ``inplace``."""
 
     def forward(self, x):
         return x.mul_(2) + 1

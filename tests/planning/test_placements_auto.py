@@ -1,4 +1,4 @@
-"""The way that mode auto chooses on several devices, and what it reports."""
+"""The placement that mode auto chooses on several devices, and the reasons that it reports."""
 
 import logging
 import math

@@ -43,7 +43,7 @@ class Deferred(NamedTuple):
     """A normalisation with LeakyReLU that is left to the reader of a map."""
 
     affine: tuple[Tensor, Tensor, Tensor, Tensor]
-    """What the stages of a normalisation take: weight, bias, mean and 1 / deviation."""
+    """Weight, bias, mean and 1 / deviation, as the stages of a normalisation take them."""
     slope: float
     """Negative slope of LeakyReLU."""
 

@@ -20,7 +20,7 @@ from unet3d.memory.saved_tensors import Saved, handling
 from unet3d.torch_private import storage_key
 
 Recompute = Callable[[], Tensor]
-"""Computes a tensor once more, in the same memory layout."""
+"""Recomputes a tensor in the same memory layout."""
 
 MIN_ELEMENTS = 2**21
 """Smaller tensors are kept: their memory is not worth a launch."""

@@ -40,11 +40,11 @@ class Shard(Protocol):
     """Number of slabs."""
 
     def of_volume(self, number: int) -> int:
-        """Return the number of planes or voxels of the whole volume, given that of this slab."""
+        """Scale this slab's number of planes or voxels to that of the whole volume."""
         ...
 
     def of_largest(self, number: int) -> int:
-        """Return the number of the largest slab, given that of this slab."""
+        """Scale this slab's number of planes or voxels to that of the largest slab."""
         ...
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:
@@ -79,21 +79,21 @@ def sharded(shard: Shard | None) -> Iterator[None]:
 
 
 def x_padding() -> int:
-    """Return the planes of zeros that a 3x3x3 convolution pads at each end of X: 1.
+    """Return how many planes of zeros a 3x3x3 convolution pads at each end of X.
 
-    It pads 0 for a slab, which includes its halo.
+    It pads 1 for a whole volume, and 0 for a slab, which includes its halo.
     """
     return int(current_shard() is None)
 
 
 def number_of_largest(number: int) -> int:
-    """Return the number of voxels or elements of the largest slab, given that of a map."""
+    """Scale a map's number of voxels or elements to that of the largest slab, if it is a slab."""
     shard = current_shard()
     return number if shard is None else shard.of_largest(number)
 
 
 def sum_of_losses(values: Tensor) -> Tensor:
-    """Return sums over the volume from those over a slab, or over a whole map; differentiable.
+    """Return sums over the volume from a slab's sums, or a whole map's; differentiable.
 
     Every device computes the same loss from the sums, and gets the same gradient of them. The
     gradient of the sum of all devices' losses is this one, times the number of devices.

@@ -64,7 +64,7 @@ def triton_available(x: Tensor) -> bool:
 def works() -> bool:
     """Return whether Triton can compile here; if not, warn once that training is slower."""
     try:
-        from unet3d.kernels.norm.launch import merge  # which every network needs
+        from unet3d.kernels.norm.launch import merge  # every network needs it
 
         _, rstd, _ = merge(torch.ones(16, 4, 1, 32, device="cuda"), 16, 0.0)
         if rstd.tolist() != [[1.0] * 32]:
@@ -98,7 +98,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
 
 def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
-    """Return whether all ranks can; if only others cannot, log ``otherwise`` with the first."""
+    """Return whether all ranks can; if only others cannot, log ``otherwise`` with one of them."""
     answers = exchange(own)
     if own and not all(answers):
         logger.warning(otherwise, list(answers).index(False))

@@ -242,7 +242,7 @@ def weight_of(*shape, seed=0):
 
 
 def crop(x, corner, margin, size=12):
-    """Return a block of so many voxels with a margin, which is zero outside the volume."""
+    """Return a block of a volume with a margin, which is zero outside of the volume."""
     slices, pads = [slice(None), slice(None)], []
     for first, voxels in zip(corner, x.shape[2:], strict=True):
         start, stop = first - margin, first + size + margin

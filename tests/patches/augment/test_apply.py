@@ -123,7 +123,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
 
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
 def test_what_was_drawn_is_done_in_its_order(brightness):
-    """Compared with functions each of which is tested against other packages."""
+    """The expected steps are functions that are tested on their own, against other packages."""
     size, whole = (16, 12, 14), whole_box((16, 12, 14))
     image, label = volume(1, size)
     drawn = DrawnChannel(

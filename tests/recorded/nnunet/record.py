@@ -1,4 +1,4 @@
-"""Train small models with nnU-Net itself on phantoms, and record what it makes of scans.
+"""Train small models with nnU-Net itself on phantoms, and record its segmentations of scans.
 
     python tests/recorded/nnunet/record.py --work /tmp/nnunet [isotropic] [thick_slices] [regions]
 

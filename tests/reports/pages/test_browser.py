@@ -60,7 +60,7 @@ class Opened:
         return dict(zip("xyz", mm, strict=True))
 
     def pixels(self):
-        """Return what the viewer shows, (height, width, 3), from 0 to 255."""
+        """Return the viewer's pixels, (height, width, 3), from 0 to 255."""
         content = self.page.locator("#canvas").screenshot()
         picture = matplotlib.image.imread(io.BytesIO(content))
         # Rounded corners show the outline of the focus, so a margin is cut off.

@@ -21,9 +21,9 @@ CHUNK_VOXELS = 2**21
 def independent_of_threads(device: torch.device) -> Iterator[None]:
     """Compute in one thread on a CPU, so that bits do not depend on the number of threads.
 
-    The division over threads changes trailing bits of matrix products, of full sums, and of powers,
-    because the last voxels of each thread run through different code. A loading process has one
-    thread, the training process several, and both must make the same batches.
+    The division over threads changes trailing bits of matrix products, of full reductions, and of
+    powers, because the last voxels of each thread run through different code. A loading process has
+    one thread, the training process several, and both must make the same batches.
     """
     before = torch.get_num_threads()
     if device.type != "cpu" or before == 1:

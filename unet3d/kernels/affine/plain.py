@@ -168,7 +168,7 @@ def _largest_share(classes: Tensor, weights: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Matrix, offset: Offset, start: Voxel, out: Tensor) -> Iterator[Block]:
-    """Yield the blocks of an output (C, X, Y, Z) that begins at voxel ``start`` of a whole one.
+    """Yield the blocks of an output (C, X, Y, Z), which begins at voxel ``start`` of the whole.
 
     Voxel o of the whole lies at ``matrix @ o + offset``, in voxels of the box.
     """

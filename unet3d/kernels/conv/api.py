@@ -137,7 +137,7 @@ def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[
 
 
 def upsample_with_halo(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Upsample a slab with its halo; of a halo plane's block, keep the plane next to the slab."""
+    """Upsample a slab with its halo, and cut the result's halo to the planes next to the slab."""
     full = upsample(x, weight, stride)
     left_out = (1 - x_padding()) * (stride[0] - 1)
     return full.narrow(2, left_out, full.shape[2] - 2 * left_out) if left_out else full
@@ -165,7 +165,7 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     cuDNN pads the outputs to a multiple of eight; here eight voxels along Z are multiplied as one
     with a block-diagonal matrix. Measured on an H100 at 256^3 from 32 to 3 channels, forward and
-    backward: 6.6 to 1.4 ms.
+    backward: 1.4 ms instead of 6.6.
     """
     together = 8
     outputs, inputs = weight.shape[:2]

@@ -13,7 +13,7 @@ Inside the volume F is constant, and an instance normalisation removes constants
 difference of F from that constant is added, at the border: two planes along each axis. A voxel in
 planes of several axes is changed once, with the first axis. No other voxels are read or written.
 
-A slab of a volume (:mod:`unet3d.kernels.sharding`) has a face along X only where the volume ends.
+A slab of a volume (:mod:`unet3d.kernels.sharding`) has a border along X only where the volume ends.
 """
 
 from contextlib import nullcontext

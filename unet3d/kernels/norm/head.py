@@ -129,7 +129,7 @@ def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 _AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor head"
 
 # Like the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), but including the head. The
-# sums are also those for the gradient of the head's weight; a second tensor is for its bias.
+# sums also have rows for the gradient of the head's weight; a second tensor is for its bias.
 logits = operation(
     "norm_head_logits",
     f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",

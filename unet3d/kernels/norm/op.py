@@ -53,9 +53,9 @@ class Grid(NamedTuple):
     runs: int
     """Runs of a sample; the last may be shorter."""
     over_runs: tuple[int, int, int]
-    """A program for each run, block of channels and sample."""
+    """Launch grid with a program for each run, block of channels and sample."""
     over_blocks: tuple[int, int, int]
-    """A program for each block of voxels, block of channels and sample."""
+    """Launch grid with a program for each block of voxels, block of channels and sample."""
 
 
 @functools.cache  # its arithmetic takes longer than a launch

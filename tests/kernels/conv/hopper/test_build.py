@@ -29,7 +29,7 @@ def kept(tmp_path):
 
 
 def made_anew(nvrtc, *arguments):
-    """Return whether a cubin is compiled anew, in a process with empty memory."""
+    """Return whether a cubin is compiled, instead of read from the cache, as in a new process."""
     build._version.cache_clear()
     before = len(nvrtc.programs)
     build.cubin(*arguments)
