@@ -9,7 +9,7 @@ A size such as ``32-64@4x128`` means a 3x3x3 convolution from 32 to 64 channels 
 result, or with moments of its sum with another map; of a map that is normalised first, without and
 with moments of the result; the gradient of the input, without and with the sums that backward of
 the normalisation before it needs; and the gradient of the weights, without and with normalising the
-input. With cuDNN the normalisation takes separate passes; its folded way computes two neighbours
+input. With cuDNN the normalisation takes separate passes. "cuDNN, folded" computes two neighbours
 along Z as one voxel, of maps stored with zeros around Z.
 
 A time is the median of ``--launches`` over three inputs in turn, all queued before the first

@@ -230,7 +230,7 @@ def line_of(who: str, row: dict[str, Any]) -> str:
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Segment with both, and compare."""
+    """Segment with both programs, and compare their segmentations."""
     scans = arguments.scans
     if scans is None:
         scans = folder / "scans"

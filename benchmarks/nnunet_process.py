@@ -45,7 +45,7 @@ PREPARED = "prepared.json"
 
 NUM_WARM_UP_STEPS = 8
 MAX_SECONDS = 20.0
-"""Most seconds of timed steps: two loading processes are too few, and a step takes 0.2 s."""
+"""Time limit of timed steps, which are slow with few loading processes: 0.2 s each with two."""
 MIN_STEPS = 10
 """Fewest steps that are timed, even if they take longer than :data:`MAX_SECONDS`."""
 NUM_TIMED_EPOCHS = 2

@@ -11,8 +11,8 @@ steps. The first step is timed separately: it compiles kernels and chooses algor
 caches on disk. The peak is that of CUDA's allocator over all steps but the first, including the
 steps that are launched and captured before a CUDA graph is replayed.
 
-Each also predicts a window: the logits of the same batch. On a GPU ours replays it from a CUDA
-graph as ``unet3d predict`` does, and its time is measured like that of steps.
+Each variant also predicts a window: the logits of the same batch. On a GPU ours replays it from a
+CUDA graph, like ``unet3d predict``. Windows are timed like steps.
 
 On a CPU each variant has a process, set up as by its own command line. The processes take single
 steps and windows in turn, because other load changes the speed of a CPU.

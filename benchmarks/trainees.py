@@ -105,7 +105,7 @@ class Way:
     balances_time: bool = False
     """Whether cuts give stages of the same time, instead of the default cuts."""
     precision: str = "auto"
-    """``auto`` is the best that the devices have."""
+    """Precision of training; ``auto`` is the best that the devices have."""
     recompute: Recompute = "norm"
     """Maps that backward recomputes."""
     offload: Offload = "none"

@@ -150,7 +150,7 @@ def without_drawing(arguments):
 
 
 def bare(arguments):
-    """Run ``unet3d ARGUMENTS`` without drawing and without predicting memory, its longest part."""
+    """Run ``unet3d ARGUMENTS`` without drawing and predicting memory, which take longest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParallelDims, "predicts_memory", False)
         without_drawing(arguments)

@@ -102,7 +102,7 @@ class Warm:
 
 
 def start(words: Sequence[object], cwd: Path | None = None, **variables: str) -> Warm:
-    """Start ``unet3d WORDS`` in a session of its own.
+    """Start ``unet3d WORDS`` in its own session.
 
     Args:
         words: Arguments of the command.

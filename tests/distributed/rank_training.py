@@ -46,7 +46,7 @@ def train(words, folder):
 
 
 def miss(how, folder):
-    """Write the first rank's error to a file when the second rank is lost; ``how`` it is lost."""
+    """Write the first rank's error to a file when the second rank is lost, as ``how`` says."""
     with joined(Ranks.from_environment()) as group:
         group.open(1)
         group.note(7, "epoch 2, step 3")

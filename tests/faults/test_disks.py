@@ -63,7 +63,7 @@ def size_in_kib(folder):
 
 
 def assert_all_or_none(out):
-    """Check that each scan has all of its results, or none: else the same command skips it."""
+    """Check that each scan has all results or none: else the same command would be refused."""
     made = [path for path in out.glob("scan_*") if not path.name.endswith(".nii.gz")]
     of_scan = Counter(path.stem for path in made)
     assert of_scan == {path.name[:-7]: 3 for path in out.glob("*.nii.gz")}

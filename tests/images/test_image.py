@@ -205,7 +205,7 @@ def test_a_part_may_be_open_at_its_ends_and_be_as_it_is_stored(tmp_path):
 
 
 def test_a_chunked_array_is_read_box_by_box():
-    """Any object that can be sliced like an array is a source, and a box reads only itself."""
+    """Any object that can be sliced like an array is a source; only requested boxes are read."""
 
     class Chunked:
         def __init__(self, array):

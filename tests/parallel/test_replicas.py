@@ -77,7 +77,7 @@ def test_two_gpus_share_a_volume_or_a_batch(gpu_answers, case):
 
 
 def two_steps(executor, dtype, loss):
-    """Return all gradients in a row, after each of two steps on batches of four."""
+    """Return all gradients joined, after each of two steps on batches of four."""
     found = []
     for number in range(2):
         image, target = (value[:4] for value in make_batch(5 + number, dtype))

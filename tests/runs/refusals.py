@@ -25,7 +25,7 @@ def stepped(model, settings, precision="float32", training=None):
 
 
 def refusal(path):
-    """Return why a file is refused: one short printable line that names it, and quickly."""
+    """Return a refusal, after checking: one short printable line with the file's name, soon."""
     began = time.thread_time()
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)

@@ -89,7 +89,7 @@ def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
 
 
 def mark_padded(x: Tensor) -> Tensor:
-    """Mark a tensor from :func:`empty_map`, whose zeros are written, and return it."""
+    """Mark a tensor from :func:`empty_map` after its zeros are written, and return it."""
     setattr(x, _PADDED, True)
     return x
 

@@ -217,5 +217,5 @@ def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
 
 
 def _is_cpu(x: Tensor) -> bool:
-    """Return whether a map is on a CPU, and not a fake of one on a GPU."""
+    """Return whether a map is on a CPU, and not on a fake GPU or the meta device."""
     return not is_gpu(x.device) and not x.is_meta

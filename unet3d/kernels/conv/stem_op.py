@@ -18,7 +18,7 @@ class Launch(NamedTuple):
     """How a kernel is launched."""
 
     block_voxels: int
-    """Voxels of a tile, neighbours in memory of a plane along Y and Z."""
+    """Voxels of a tile, consecutive in memory, of a plane along Y and Z."""
     programs: int
     """Target number of programs for all samples: as many as an H200 runs at a time."""
     warps: int

@@ -50,7 +50,7 @@ class Kernel:
         self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def build(self) -> "Future[bytes]":
-        """Compile it in a thread, unless that has begun; variants compile in parallel."""
+        """Begin to compile the variant in a thread, once; several variants compile in parallel."""
         return building(*self._variant, _driver_version())
 
     def load(self, device: torch.device) -> ctypes.c_void_p:

@@ -141,7 +141,7 @@ def _run_input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the convolved map; with x, normalised before, also the sums."""
+    """Return the convolved map's gradient; if the map is x normalised, also its sums."""
     dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
     sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)

@@ -46,7 +46,7 @@ def input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the convolved map; with x, normalised before, also the sums."""
+    """Return the convolved map's gradient; if the map is x normalised, also its sums."""
     turned = kernel.flip(_AROUND).transpose(0, 1)
     dx = channels_last(F.conv3d(_padded(dy, 2 - before, 2 - after), turned))
     exact = _exact(dy)
