@@ -82,7 +82,7 @@ def test_regions_are_read_as_nnunet_writes_them(tmp_path):
 
 
 def test_labels_may_be_called_by_numbers(tmp_path):
-    """nnU-Net names values without a name this way; names in the Decathlon are no numbers."""
+    """nnU-Net has numbers as names of values without names; the Decathlon's names are texts."""
     dataset = load_dataset(nnunet(tmp_path, labels={"0": 0, "1": 1, "2": 3}))
     assert (dataset.label_names, dataset.label_values) == (("0", "1", "2"), (0, 1, 3))
     regions = {"0": 0, "1": [1, 2], "2": 2}

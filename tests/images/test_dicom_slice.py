@@ -158,7 +158,7 @@ def test_nested_elements_are_passed_over(tmp_path):
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory):
-    """Return a slice, with bytes to change, and the bytes before these."""
+    """Return the path of a slice that tests may overwrite, and its original bytes."""
     path = tmp_path_factory.mktemp("slice") / "a"
     write_slice(path, PIXELS[:4, :6], RescaleSlope=2, RescaleIntercept=0)
     return path, path.read_bytes()

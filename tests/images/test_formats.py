@@ -36,7 +36,7 @@ AFFINES = [
 
 
 def write_itk(path, array, affine):
-    """Write an array (X, Y, Z) with an affine of NIfTI by SimpleITK."""
+    """Write an array (X, Y, Z) by SimpleITK; the affine is in RAS, as in NIfTI."""
     image = sitk.GetImageFromArray(np.ascontiguousarray(array.T))
     lps = np.diag([-1, -1, 1, 1]) @ affine
     spacing = np.linalg.norm(lps[:3, :3], axis=0)

@@ -139,7 +139,7 @@ def without_masks(plans, plan):
 
 
 def read_by(reader):
-    """Return changes of dataset.json that read files in another way."""
+    """Return changes of the plans by which another class reads files."""
     return lambda plans, plan: plans.update(image_reader_writer=reader)
 
 

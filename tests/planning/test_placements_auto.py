@@ -195,4 +195,4 @@ def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_pa
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)
         choice, _ = chosen(tmp_path, *few, *changes, ranks=ranks)
         assert (choice.mode, choice.replicas) == found
-        assert choice.devices is None  # as they were
+        assert choice.devices is None  # not set

@@ -234,7 +234,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
     (leftover,) = (tmp_path / "prepared").iterdir()
     phantom = tmp_path / f"{PREFIX}{'0' * 32}-phantom"
     phantom.mkdir()
-    os.utime(phantom, (0, 0))  # a file of another machine, long ago
+    os.utime(phantom, (0, 0))  # a leftover of another machine, long ago
     assert Cache(tmp_path).load_case("key", "case") is None
     assert not leftover.exists() and not phantom.exists()
 

@@ -49,7 +49,7 @@ def compare(actual, expected, dy, tolerance):
 
 def called(function, *args, **named):
     """Check that an operation is registered as PyTorch requires, and return its result."""
-    # Without symbolic sizes: a map is divided among programs by looking up its size.
+    # Without symbolic sizes: the division of a map among programs is cached by its size.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(function, args, named, test_utils=checks)
     return function(*args, **named)

@@ -28,7 +28,7 @@ def file_of(text):
 
 
 def blocks(shape, steps):
-    """Yield the voxels of each block, with the block's index."""
+    """Return the voxels of each block, by the block's index."""
     found = {}
     for voxel in itertools.product(*map(range, shape)):
         block = tuple(one // step for one, step in zip(voxel, steps, strict=True))
