@@ -59,14 +59,14 @@ def test_no_number_is_cut_off_on_a_narrow_terminal_and_large_ones_are_in_gib():
 
 
 def test_table_and_picture_say_what_a_peak_is():
-    bound = "On a CPU the peak is the sum of what is counted: a lower bound."
+    bound = "On a CPU the peak is the sum of the counted parts, so a lower bound."
     shared = "Slots that share a GPU each show the peak of the whole GPU."
     for devices, note in (("cpu", "cpu"), bound), (("cuda:0", "cuda:0"), shared), (GPUS, ""):
         record = record_of(devices, [memory_of(180), memory_of(260)])
         caption = " ".join(memory_table(record).notes)
         assert note in caption
         for device in devices:  # reserved memory is named once
-            assert caption.count(f"{device} reserved") == ("cpu" not in device)
+            assert caption.count(f"on {device}.") == ("cpu" not in device)
         label = memory_figure(record).axes[0].get_xlabel()
         assert label == (f"MiB\n{note}" if note else "MiB")
 
@@ -149,7 +149,7 @@ def test_a_bar_for_each_action_and_a_line_for_what_is_left_at_its_end():
 
 def test_actions_of_other_slots_are_told_apart():
     axes = drawn_step(timeline(2, slots=(1,)))
-    names = ["loss", "backward", "optimizer", ELSEWHERE, "at the end of each action"]
+    names = ["loss", "backward", "optimizer", ELSEWHERE, "after each action"]
     assert legend(axes) == names
     (bars,) = axes.containers
     colours = [bar.get_facecolor() for bar in bars]

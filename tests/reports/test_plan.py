@@ -77,5 +77,5 @@ def test_equal_rows_of_many_devices_are_one(record):
     ]
     # A note on several ways is printed once.
     assert " ".join(table.notes) == (
-        "A note. On a CPU the peak is the sum of what is counted: a lower bound."
+        "A note. On a CPU the peak is the sum of the counted parts, so a lower bound."
     )

@@ -138,8 +138,8 @@ def test_names_and_volumes_stand_beside_their_colours():
         ("■", LABELS[0]),
         ("□", LABELS[1]),
     ]
-    assert "Grey names are not in these planes." in legend(figure)
-    assert "Planes: those with the largest area of liver," in legend(figure)
+    assert "Labels in grey are not in these planes." in legend(figure)
+    assert "Planes with the largest area of liver," in legend(figure)
     assert figure.texts[0].get_text() == "scan.nii.gz"
 
 

@@ -89,7 +89,7 @@ def test_labels_have_a_number_of_each_fold_and_their_mean():
 
 def test_many_folds_are_a_mean():
     found = [line.split() for line in text_of(20).splitlines()]
-    assert ["label", "mean", "spread"] in found and ["[b]liver", "0.605", "0.007"] in found
+    assert ["label", "mean", "std.", "dev."] in found and ["[b]liver", "0.605", "0.007"] in found
     assert all(len(line) <= 80 for line in text_of(6).splitlines())
 
 

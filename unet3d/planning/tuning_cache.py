@@ -62,7 +62,9 @@ def hardware(device: torch.device) -> str:
     """Return a description of a device of this machine, as far as times depend on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
+    return (
+        f"{platform.machine()} of {platform.node()}, {counted(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def is_here(device: torch.device) -> bool:

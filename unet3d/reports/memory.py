@@ -113,14 +113,14 @@ def draw_timeline(axes: Axes, timeline: Mapping[str, Any], unit: str, unit_bytes
         color="black",
         linewidth=1.2,
         baseline=None,
-        label="at the end of each action",
+        label="after each action",
     )
     axes.set_ylabel(unit)
     axes.set_ylim(0, max(peaks, default=0.0) * 1.15 or 1)
     axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
     axes.set_xticks([])
     axes.set_xlabel(
-        "actions in the order in which they are queued; bars: the most in use during an action",
+        "actions in the order in which they are queued; bars: peak memory during an action",
         fontsize=9,
     )
     shown = {kind: colour for kind, colour in ACTION_COLOURS.items() if kind in kinds}

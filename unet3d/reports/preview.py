@@ -295,17 +295,17 @@ def _notes(
     if preview.truth is not None:
         notes.append("Solid: segmented; dashed: true.")
     if seen and any(index is not None and index not in seen for index, _ in rows):
-        notes.append("Grey names are not in these planes.")
+        notes.append("Labels in grey are not in these planes.")
     largest = _guide(surveys).largest
-    planes = "the middle ones"
+    planes = "Middle planes"
     if largest is not None:
         name = drawable(preview.structures[largest].name, MAX_LETTERS)
-        planes = f"those with the largest area of {name}"
+        planes = f"Planes with the largest area of {name}"
     origin, sides = "the first voxel", "The file does not say where left and right are."
     if preview.image.geometry.is_anatomical:
-        origin = "the left, the back and below"
+        origin = "the left, the back and the bottom"
         sides = "Radiological view: the patient's right is on the left."
-    return [*notes, f"Planes: {planes},", f"counted from {origin}.", sides]
+    return [*notes, f"{planes},", f"counted from {origin}.", sides]
 
 
 def _draw_scale(axes: Axes, most_mm: float, down: float, units: Units) -> None:

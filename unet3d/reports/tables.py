@@ -23,7 +23,7 @@ GIB = 1024**3
 MIN_BYTES_IN_GIB = 8 * GIB
 """Peaks from this one on are shown in GiB; parts of a smaller one would read 0.00."""
 NOTHING = "–"
-CPU_BOUND = "On a CPU the peak is the sum of what is counted: a lower bound."
+CPU_BOUND = "On a CPU the peak is the sum of the counted parts, so a lower bound."
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 """The counted parts of a slot's memory."""
@@ -183,7 +183,7 @@ def memory_table(record: Mapping[str, Any]) -> Table:
         rows.append(("the process", *numbers) if is_process else (*names, *numbers))
         if slot["device"] != "cpu":  # gaps and captured steps included
             size = amount(measured["reserved_bytes"], unit_bytes)
-            reserved[names[1]] = f"{names[1]} reserved {size} {unit}."
+            reserved[names[1]] = f"PyTorch reserved {size} {unit} on {names[1]}."
     return Table(
         title=f"Memory in training ({unit}), parallel mode {record['parallel']}",
         heads=(
@@ -288,7 +288,7 @@ def folds_table(summary: Mapping[str, Any]) -> Table:
     means = [folds[fold]["final_mean_dice"] for fold in shown]
     return Table(
         title=f"Validation Dice of {counted(len(folds), 'fold')}",
-        heads=("label", *(f"fold {fold}" for fold in shown), "mean", "spread"),
+        heads=("label", *(f"fold {fold}" for fold in shown), "mean", "std. dev."),
         groups=[labels, [row("mean", means, summary["final_mean_dice"])]],
         notes=[
             "Mean of the best validation Dice during training: "

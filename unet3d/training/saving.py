@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import is_tensor
 
 from unet3d.distributed.group import Group
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import CheckpointError, ConfigError, counted
 from unet3d.inference.postprocessing import Rule
 from unet3d.inputs.plain_data import explained, printable
 from unet3d.model import LossTerms
@@ -190,7 +190,8 @@ class CheckpointSaver:
                 "new run in another --output"
             )
         state.step = min(state.step, num_steps)
-        logger.info("resumed after epoch %d, step %d", state.epoch, state.step)
+        part = f" and {counted(state.step, 'step')}" if state.step else ""
+        logger.info("resumed after %s%s", counted(state.epoch, "epoch"), part)
         return state
 
 

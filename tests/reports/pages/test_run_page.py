@@ -30,7 +30,7 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert page.cells("liver") == ["liver", "0.844", "2.25", "0.844", "12.500", "10.000", "2"]
     assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.500", "10.000", "1"]
     assert "NSD (2 mm)" in text
-    assert "Only the largest component is kept of liver, tumour; of tumour." in text
+    assert "Only the largest component is kept of liver, tumour together; of tumour." in text
     # Cases: the worst first; a label without a Dice has a dash.
     names = [row[0] for row in page.rows]
     assert names.index("low") < names.index("high")
@@ -99,7 +99,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     assert_closed(page)
     text = page.text
     assert "Not finished: 4 of 4 epochs done." in text
-    assert "Dice of the validation in epoch 4" in text
+    assert "from the validation in epoch 4" in text
     assert page.cells("tumour") == ["tumour", "0.250"]
     assert "Memory has not been measured yet." in text and "Pictures" not in text
 

@@ -177,7 +177,7 @@ def _summary(content: Content) -> dict[str, Any]:
     for what, key in (
         ("time of steps", "training_seconds"),
         ("time of validations", "validation_seconds"),
-        ("time waited for data", "waited_seconds"),
+        ("time spent waiting for data", "waited_seconds"),
     ):
         if content.get(key) is not None:
             facts.append((what, duration(content[key])))
@@ -257,9 +257,10 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
             figures.append(
                 (what, text(sum(known) / len(known)), f"of {counted(len(known), 'label')}")
             )
+    rules = [one["largest_component_of"] for one in content["postprocessing"]]
     kept = [
-        some([name_of(str(value)) for value in one["largest_component_of"]])
-        for one in content["postprocessing"]
+        some([name_of(str(value)) for value in rule]) + (" together" if len(rule) > 1 else "")
+        for rule in rules
     ]
     worst_first = sorted(
         cases, key=lambda case: 2.0 if case["mean_dice"] is None else case["mean_dice"]

@@ -26,7 +26,7 @@
     element("viewer").hidden = true;
     document.documentElement.classList.remove("has-viewer");
     element("viewer-note").hidden = false;
-    element("viewer-note").textContent = `The viewer cannot be shown: ${reason}. This is a picture.`;
+    element("viewer-note").textContent = `The viewer cannot be shown: ${reason}. A picture is shown instead.`;
   };
   if (!document.createElement("canvas").getContext("webgl2")) {
     fail("this browser has no WebGL 2, or it is switched off");
