@@ -288,7 +288,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
     ],
 )
 def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_workers):
-    """The signal reaches the whole group of processes, as from a terminal; or it is SIGKILL."""
+    """SIGKILL reaches the first process only; others the whole group, as from a terminal."""
     write_msd(folder / "data", num_cases=60, shape=(40, 40, 40), spacing_mm=(1, 1, 1.5))
     changes = (f"data.num_workers={num_workers}", "data.spacing_mm=0.9,0.9,0.9")
     process = warm.start([*TRAINING, *(word for one in changes for word in ("--set", one))])

@@ -220,7 +220,7 @@ def test_networks_are_averaged_each_with_its_own_windows(tmp_path, averaging, de
 
 
 def test_a_network_that_had_no_place_is_placed_by_the_next_image(tmp_path, monkeypatch):
-    """Such as in Python, where a program continues after an error."""
+    """A program in Python may catch the error and go on with the next image."""
     networks = Networks.of(random_checkpoint(), of_another_kind())
     image = volume_of(noise(), tmp_path)
     expected = place(networks).segment(image)

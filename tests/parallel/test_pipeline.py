@@ -21,7 +21,7 @@ DEEP = Topology(
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_frozen_encoder_is_passed_by(num_micro_batches):
-    """Such as in fine-tuning: the first stage has no trainable parameters."""
+    """As in some fine-tuning, the first stage has no trainable parameters."""
     model, plain = make_network(DEEP), make_network(DEEP)
     for one in (model, plain):
         one.encoder.requires_grad_(False)

@@ -414,7 +414,7 @@ def test_captured_steps_take_what_was_predicted(num_gpus, num_micro_batches):
 
 
 def test_maps_that_are_never_normalised_take_no_memory(monkeypatch):
-    """The only reader of four units is a hand-written convolution, which normalises itself."""
+    """The only reader of four units is a hand-written convolution: it normalises what it loads."""
     options = {"size": (64, 64, 64), "batch_size": 2, "precision": "bfloat16", "recompute": "off"}
     step, found = make_step(GPUS[:1], model=WIDE, **options), []
     for is_available in (False, True):

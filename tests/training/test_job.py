@@ -164,7 +164,7 @@ def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path):
 
 @pytest.mark.gpu
 def test_so_is_one_on_a_gpu(cache, tmp_path):
-    """With convolutions of every kind, at first launched and later replayed."""
+    """The steps have convolutions of every kind, and are at first launched, later replayed."""
     changes = (
         *("parallel.mode=none", "parallel.devices=0", "training.precision=bfloat16"),
         *("data.phantom_shape=80,64,64", "patches.size=64,64,64", "training.batch_size=2"),

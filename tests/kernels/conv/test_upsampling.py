@@ -90,7 +90,7 @@ def test_second_derivatives_are_refused():
     ],
 )
 def test_what_is_worth_composing(shape, stride, outputs, device, is_composed, monkeypatch):
-    """Large maps; on a GPU (index 0 here) results of few channels have room around Z."""
+    """Large maps are; on a GPU (here ``cpu:0``) results of few channels have room around Z."""
     made = list[torch.Tensor]()
 
     def noted(*weights):

@@ -192,7 +192,7 @@ def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypat
 
 
 def test_each_gpu_that_is_not_here_is_taken_for_its_own(hopper, monkeypatch):
-    """A fake device stands for its GPU, or for the first one, as in a plan for more GPUs."""
+    """A fake device stands for the GPU of its index; without such a GPU, for the first one."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     fakes = [torch.device("cpu", index) for index in range(3)]
     assert [api.available(fake) for fake in fakes] == [True, False, True]

@@ -66,7 +66,7 @@ CALLS = {
 }
 """How to call each operation, with ``of`` the kernels or the reference; the results are tuples.
 
-Where a convolution is added to a map, that is a copy of dy, which has the shape of the result.
+The map to which a convolution is added is a copy of dy, which has the shape of the result.
 """
 
 
