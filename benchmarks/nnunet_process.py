@@ -8,9 +8,7 @@ gradient scaler, ``cudnn.benchmark``, and on a GPU a compiled network and Dice l
 * ``steps`` times nnU-Net's training steps. Patch size, batch size and network are ours; everything
   else is from nnU-Net's plan. The trainer is ``nnUNetTrainerNoDeepSupervision``, because our
   network is also timed without deep supervision.
-* ``fit`` trains with nnU-Net's own choices, for a number of epochs or for some minutes. nnU-Net's
-  learning rate schedule needs the number of epochs from the start. If minutes are given, a short
-  training run, whose result is discarded, times an epoch, and the number follows from that.
+* ``fit`` trains with nnU-Net's own choices, for a number of epochs.
 """
 
 import importlib.util
@@ -48,8 +46,6 @@ MAX_SECONDS = 20.0
 """Time limit of timed steps, which are slow with few loading processes: 0.2 s each with two."""
 MIN_STEPS = 10
 """Fewest steps that are timed, even if they take longer than :data:`MAX_SECONDS`."""
-NUM_TIMED_EPOCHS = 2
-"""Epochs of the training run that is discarded; the first one also compiles and fills queues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +68,7 @@ class Steps:
 class Fit:
     """A training run with nnU-Net's own choices."""
 
-    minutes: float | None
-    """Minutes that training may take, if ``num_epochs`` is None."""
-    num_epochs: int | None
+    num_epochs: int
     """Epochs of training; nnU-Net's default is 1000."""
     steps_per_epoch: int
     """Steps of an epoch; nnU-Net's default is 250."""
@@ -293,32 +287,25 @@ def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
 
 
 def fit(request: Request, asked: Fit) -> dict[str, Any]:
-    """Prepare the data, and train for the requested epochs or minutes."""
+    """Prepare the data, and train for the epochs."""
     prepare_seconds = prepare(request)
-    num_epochs = asked.num_epochs
-    if num_epochs is None:
-        assert asked.minutes is not None
-        _, seconds = train(request, asked, NUM_TIMED_EPOCHS)
-        shutil.rmtree(os.environ["nnUNet_results"])
-        available = 60 * asked.minutes - (seconds[0] - seconds[-1])
-        num_epochs = max(1, int(available / seconds[-1]))
     began = time.perf_counter()
-    trainer, seconds = train(request, asked, num_epochs)
+    trainer, seconds = train(request, asked)
     return {
         "prepare_seconds": prepare_seconds,
         "train_seconds": time.perf_counter() - began,
         "epoch_seconds": seconds,
-        "num_epochs": num_epochs,
+        "num_epochs": asked.num_epochs,
         "patch": trainer.configuration_manager.patch_size[::-1],
         "batch_size": trainer.configuration_manager.batch_size,
         "model": str(Path(trainer.output_folder).parent),
     }
 
 
-def train(request: Request, asked: Fit, num_epochs: int) -> tuple[Any, list[float]]:
+def train(request: Request, asked: Fit) -> tuple[Any, list[float]]:
     """Return a finished trainer, and the seconds of each epoch."""
     trainer = make_trainer(request)
-    trainer.num_epochs = num_epochs
+    trainer.num_epochs = asked.num_epochs
     trainer.num_iterations_per_epoch = asked.steps_per_epoch
     seconds: list[float] = []
     end_epoch, began = trainer.on_epoch_end, time.perf_counter()

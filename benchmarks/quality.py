@@ -1,14 +1,15 @@
-"""Default training runs of unet3d and, if installed, nnU-Net, with the same wall time.
+"""Default training runs of unet3d and, if installed, nnU-Net: Dice, HD95, NSD over folds.
 
     python benchmarks/quality.py DATASET --minutes 4 --json quality.json
     python benchmarks/quality.py DATASET --minutes 4 --folds 0,1,2,3,4 --devices 0,1,2,3 --keep work
-    python benchmarks/quality.py DATASET --nnunet-epochs 1000 --held-out OTHER
+    python benchmarks/quality.py DATASET --held-out OTHER
 
 Both train on the cases that are not in the fold, with their own defaults: ``unet3d train DATASET``
-without a configuration (but for ``--set``), and nnU-Net's planner and trainer, 3d_fullres. Only the
-number of epochs follows from ``--minutes``; a short training run before measures the time of an
-epoch. ``--nnunet-epochs`` sets nnU-Net's number of epochs; without minutes, ours then gets the time
-that they took. Data preparation is not counted.
+without a configuration (but for ``--set``), and nnU-Net's planner and trainer, 3d_fullres. With
+``--minutes`` both have the same wall time, without the time to prepare data: a short training run
+of each measures an epoch, from which the number of epochs follows. Without ``--minutes`` each
+trains for as many epochs as it does by default, which takes nnU-Net hours. ``--epochs`` and
+``--nnunet-epochs`` set the numbers.
 
 Then the commands of both segment the images of the fold and, with ``--held-out``, of another data
 set, from file to file, with and without mirror images. Ours omits its post-processing, which was
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ import yaml
 from common import devices_named, new_parser, numbers, one_device, words, write_record
 from nnunet import command_of_nnunet, with_torch_resampler
 
-from unet3d.datasets.dataset import Case, Dataset, fold_cases, load_dataset
+from unet3d.datasets.dataset import Case, fold_cases, load_dataset
 from unet3d.distributed.ranks import num_cores
 
 NUM_TIMED_EPOCHS = 2
@@ -50,15 +51,18 @@ WAYS = {"plain": (), "mirrored": ("--tta",)}
 """Both predict with and without mirror images: the options of ``unet3d predict``."""
 MEASURES = ("dice", "hd95_mm", "nsd")
 TOOLS = ("unet3d", "nnU-Net")
-ROW = "row.json"
-"""File that is written last into the folder of a tool and fold."""
+RESULT = "result.json"
+"""File that is written last into a folder of work."""
+NNUNET_EPOCHS = 1000
+"""nnU-Net's default number of epochs."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("dataset", type=Path)
-    parser.add_argument("--minutes", type=float, help="of each training")
-    parser.add_argument("--nnunet-epochs", type=int, help="as 1000, nnU-Net's own number")
+    parser.add_argument("--minutes", type=float, help="of each training run")
+    parser.add_argument("--epochs", type=int, help="of ours; default: by --minutes, else its own")
+    parser.add_argument("--nnunet-epochs", type=int, help="of nnU-Net; likewise")
     parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
     parser.add_argument("--folds", type=numbers, default="0")
     parser.add_argument("--seed", type=int, default=0)
@@ -125,29 +129,15 @@ def ours(
     arguments: argparse.Namespace,
     fold: int,
     device: str,
-    minutes: float,
+    num_epochs: int | None,
     sets: Mapping[str, Path],
     folder: Path,
 ) -> dict[str, Any]:
-    """Train unet3d for some minutes, and score it on sets of cases."""
-    said = ["train", arguments.dataset, "--fold", fold, "--seed", arguments.seed]
-    said += ["--devices", device]
-    said += [word for change in arguments.changes for word in ("--set", change)]
-    unet3d(*said, "--epochs", NUM_TIMED_EPOCHS, "--output", folder / "timed")
-    lines = (folder / "timed" / "metrics.jsonl").read_text().splitlines()
-    epochs = [json.loads(line) for line in lines]
-    seconds = [epoch["seconds"] for epoch in epochs]
-    config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
-    validation = epochs[-1]["validation_seconds"] / config["training"]["validate_every"]
-    # Run the command again to measure the rest: start, planning, compilation, validation.
-    whole = unet3d(*said, "--epochs", 1, "--output", folder / "started")
-    beside = whole - json.loads((folder / "started" / "metrics.jsonl").read_text())["seconds"]
-    num_epochs = max(1, int((60 * minutes - beside) / (seconds[-1] + validation)))
+    """Train unet3d, and score it on sets of cases."""
     run = folder / "run"
     row: dict[str, Any] = {
-        "train_seconds": unet3d(*said, "--epochs", num_epochs, "--output", run),
-        "epoch_seconds": seconds,
-        "num_epochs": num_epochs,
+        "train_seconds": train(arguments, fold, device, num_epochs, run),
+        "num_epochs": len(epochs_of(run)),
         "summary": json.loads((run / "summary.json").read_text()),
         "scores": {},
     }
@@ -161,23 +151,37 @@ def ours(
     return row
 
 
+def train(
+    arguments: argparse.Namespace, fold: int, device: str, num_epochs: int | None, run: Path
+) -> float:
+    """Run ``unet3d train`` into a folder, and return the seconds that the command took."""
+    said = ["train", arguments.dataset, "--fold", fold, "--seed", arguments.seed]
+    said += ["--devices", device, "--output", run]
+    said += [word for change in arguments.changes for word in ("--set", change)]
+    return unet3d(*said, *([] if num_epochs is None else ["--epochs", num_epochs]))
+
+
+def epochs_of(run: Path) -> list[dict[str, Any]]:
+    """Return what a run of ours recorded of each epoch."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def our_num_epochs(arguments: argparse.Namespace, fold: int, device: str, folder: Path) -> int:
+    """Return the number of epochs that ``unet3d train`` completes in the minutes."""
+    train(arguments, fold, device, NUM_TIMED_EPOCHS, folder / "timed")
+    config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
+    last = epochs_of(folder / "timed")[-1]
+    validation = last["validation_seconds"] / config["training"]["validate_every"]
+    # A second run measures the rest: start, planning, compilation, validation.
+    whole = train(arguments, fold, device, 1, folder / "started")
+    beside = whole - epochs_of(folder / "started")[-1]["seconds"]
+    return max(1, int((60 * arguments.minutes - beside) / (last["seconds"] + validation)))
+
+
 def nnunet(
-    arguments: argparse.Namespace,
-    dataset: Dataset,
-    validation: Sequence[Case],
-    device: str,
-    sets: Mapping[str, Path],
-    folder: Path,
+    request: nnunet_process.Request, device: str, sets: Mapping[str, Path], folder: Path
 ) -> dict[str, Any]:
     """Train nnU-Net, and score it on sets of cases; or return a ``reason`` why not."""
-    fit = nnunet_process.Fit(
-        minutes=arguments.minutes,
-        num_epochs=arguments.nnunet_epochs,
-        steps_per_epoch=arguments.nnunet_steps,
-    )
-    workers = min(12, num_cores())  # as by nnU-Net's own default
-    place = str(devices_named((device,))[0])
-    request = nnunet_process.request_of(dataset, validation, place, workers, fit=fit)
     row = nnunet_process.ask(request, folder)
     if "reason" in row:
         return row
@@ -198,6 +202,15 @@ def nnunet(
     return row
 
 
+def nnunet_num_epochs(request: nnunet_process.Request, minutes: float, folder: Path) -> int:
+    """Return the number of epochs that nnU-Net completes in the minutes; 1 if it does not train."""
+    row = nnunet_process.ask(request, folder)
+    if "reason" in row:
+        return 1
+    first, *_, last = row["epoch_seconds"]
+    return max(1, int((60 * minutes - (first - last)) / last))
+
+
 class Trials:
     """Training runs of both tools, each on the next free device with its share of the cores."""
 
@@ -215,51 +228,74 @@ class Trials:
         """Return a row of each tool for each fold."""
         folds = self.arguments.folds
         with ThreadPoolExecutor(self.num_places) as threads:
-            theirs = {fold: threads.submit(self.row_of, "nnU-Net", fold) for fold in folds}
-            mine = {fold: threads.submit(self.ours, fold, theirs[fold]) for fold in folds}
-            return {
-                fold: {"unet3d": mine[fold].result(), "nnU-Net": theirs[fold].result()}
+            epochs = {tool: threads.submit(self.num_epochs, tool) for tool in TOOLS}
+            rows = {
+                (tool, fold): threads.submit(self.row, tool, fold, epochs[tool])
+                for tool in TOOLS
                 for fold in folds
             }
+            return {fold: {tool: rows[tool, fold].result() for tool in TOOLS} for fold in folds}
 
-    def ours(self, fold: int, theirs: Future[dict[str, Any]]) -> dict[str, Any]:
-        """Return our row of a fold, with the time that nnU-Net took if no minutes are given."""
-        minutes = self.arguments.minutes
-        if minutes is None:
-            row = theirs.result()
-            if "reason" in row:
-                return {"reason": "needs --minutes where nnU-Net does not train"}
-            minutes = row["train_seconds"] / 60
-        return self.row_of("unet3d", fold, minutes)
+    def num_epochs(self, tool: str) -> int | None:
+        """Return the number of epochs of a tool, or none for its default."""
+        epochs = {"unet3d": self.arguments.epochs, "nnU-Net": self.arguments.nnunet_epochs}
+        given: int | None = epochs[tool]
+        minutes, fold = self.arguments.minutes, self.arguments.folds[0]
+        if given is not None or minutes is None:
+            return given
 
-    def row_of(self, tool: str, fold: int, minutes: float | None = None) -> dict[str, Any]:
-        """Train one tool on a fold and score it, or return the row of an earlier command."""
-        own = self.folder / f"fold-{fold}" / tool
-        if not (own / ROW).exists():
+        def measured(device: str, own: Path) -> int:
+            if tool == "unet3d":
+                return our_num_epochs(self.arguments, fold, device, own)
+            request = self.request(fold, device, NUM_TIMED_EPOCHS)
+            return nnunet_num_epochs(request, minutes, own)
+
+        found: int = self.once(self.folder / "timed" / tool, measured)
+        return found
+
+    def row(self, tool: str, fold: int, epochs: Future[int | None]) -> dict[str, Any]:
+        """Train one tool on a fold and score it."""
+        num_epochs = epochs.result()
+
+        def trained(device: str, own: Path) -> dict[str, Any]:
+            sets = {"validation": own / "cases" / "validation"}
+            put(self.validation(fold), sets["validation"])
+            if self.arguments.held_out is not None:
+                sets["held out"] = own / "cases" / "held-out"
+                put(load_dataset(self.arguments.held_out).cases, sets["held out"])
+            if tool == "unet3d":
+                return ours(self.arguments, fold, device, num_epochs, sets, own)
+            request = self.request(fold, device, num_epochs or NNUNET_EPOCHS)
+            return nnunet(request, device, sets, own)
+
+        found: dict[str, Any] = self.once(self.folder / f"fold-{fold}" / tool, trained)
+        return found
+
+    def once(self, own: Path, work: Callable[[str, Path], Any]) -> Any:
+        """Do work on the next free device, or return the result of an earlier command."""
+        if not (own / RESULT).exists():
             shutil.rmtree(own, ignore_errors=True)  # of a command that was ended
             device, share = self.places.get()
             os.sched_setaffinity(0, share)  # for this thread and the commands that it starts
             try:
-                row = self.train(tool, fold, device, minutes, own)
+                result = work(device, own)
             finally:
                 self.places.put((device, share))
-            (own / ROW).write_text(json.dumps(row))
-        return dict(json.loads((own / ROW).read_text()))
+            (own / RESULT).write_text(json.dumps(result))
+        return json.loads((own / RESULT).read_text())
 
-    def train(
-        self, tool: str, fold: int, device: str, minutes: float | None, own: Path
-    ) -> dict[str, Any]:
-        """Train one tool on a fold on a device, and score it."""
-        _, validation = fold_cases(self.dataset, fold, NUM_FOLDS, self.arguments.seed)
-        sets = {"validation": own / "cases" / "validation"}
-        put(validation, sets["validation"])
-        if self.arguments.held_out is not None:
-            sets["held out"] = own / "cases" / "held-out"
-            put(load_dataset(self.arguments.held_out).cases, sets["held out"])
-        if tool == "nnU-Net":
-            return nnunet(self.arguments, self.dataset, validation, device, sets, own)
-        assert minutes is not None
-        return ours(self.arguments, fold, device, minutes, sets, own)
+    def validation(self, fold: int) -> Sequence[Case]:
+        """Return the cases of a fold, on which nothing is trained."""
+        return fold_cases(self.dataset, fold, NUM_FOLDS, self.arguments.seed)[1]
+
+    def request(self, fold: int, device: str, num_epochs: int) -> nnunet_process.Request:
+        """Return a request to train nnU-Net."""
+        fit = nnunet_process.Fit(num_epochs=num_epochs, steps_per_epoch=self.arguments.nnunet_steps)
+        workers = min(12, num_cores())  # as by nnU-Net's own default
+        place = str(devices_named((device,))[0])
+        return nnunet_process.request_of(
+            self.dataset, self.validation(fold), place, workers, fit=fit
+        )
 
 
 def summary(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -286,10 +322,7 @@ def cell(value: Mapping[str, float | None], digits: int) -> str:
 
 def main() -> None:
     """Train both and print a table."""
-    parser = make_parser()
-    arguments = parser.parse_args()
-    if arguments.minutes is None and arguments.nnunet_epochs is None:
-        parser.error("give --minutes, --nnunet-epochs, or both")
+    arguments = make_parser().parse_args()
     if arguments.keep is not None:
         rows = Trials(arguments, arguments.keep.absolute()).run()
     else:

@@ -152,7 +152,7 @@ def test_memory_is_predicted_and_cubes_are_tried(run, load):
 def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
-    trial = "--minutes 0.01 --nnunet-epochs 1 --nnunet-steps 2"
+    trial = "--minutes 0.01 --nnunet-steps 2"
     folds = f"--folds 0,1 --devices cpu,cpu --keep '{tmp_path / 'work'}'"
     options = f"'{dataset}' {trial} {folds} {' '.join(f'--set {s}' for s in settings)}"
     record, table = run("quality", options)
