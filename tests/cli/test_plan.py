@@ -176,8 +176,9 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
     assert run("plan", *rounded, "--devices", "0", "--json", "plan.json") == 0
     note = "patches.size 15x16x16 is rounded up to 16x16x16, multiples of 2x2x2"
     assert note in shown[0]
-    first, planned, link = json.loads(Path("plan.json").read_text())["notes"]
+    first, planned, link, beside = json.loads(Path("plan.json").read_text())["notes"]
     assert note in first and link == "link between the GPUs: not measured, NVLink is assumed."
+    assert beside == "Beside its peak, a GPU needs 1 GiB; fits includes it."
     assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "voxels\n" not in before_first

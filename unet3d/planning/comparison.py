@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unet3d.config import Config, ParallelSettings
+from unet3d.memory.allocations import UNCOUNTED_BYTES
+from unet3d.memory.host import readable
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import ParallelDims
 from unet3d.planning.link_speed import link_line, measure_link
@@ -56,6 +58,8 @@ def compare(
     link = measure_link(several, are_here=memory_bytes is None)
     notes = list(_notes(config.parallel, memory_bytes))
     notes += [] if link is None else [f"{link_line(link)}."]
+    if any(device.type == "cuda" for device in several):
+        notes.append(f"Beside its peak, a GPU needs {readable(UNCOUNTED_BYTES)}; fits includes it.")
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
     options = [timed[dims] for dims in candidates]
