@@ -53,7 +53,7 @@ ERRORS = [
     ("predict scan.nii.gz -o there.nii", "there.nii exists; add --overwrite to replace it"),
     ("predict full", "full holds no volumes to segment"),
     ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),
-    ("predict scan.nii.gz -c full", "full has neither checkpoint-latest.pt nor"),
+    ("predict scan.nii.gz -c full", "full holds no checkpoint: neither checkpoint-latest.pt"),
     ("predict scan.nii.gz --parallel none --devices cpu,cpu", "parallel mode none uses one"),
     ("predict scan.nii.gz --precision float16", "--precision=float16 needs a GPU; use --prec"),
     ("predict scan.nii.gz -o pipe.nii", "cannot write pipe.nii: it is not a regular file"),

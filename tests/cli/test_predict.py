@@ -66,7 +66,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     Path("runs/killed/config.yaml").touch()
     assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
     line = refusal(capsys, "predict", scan, "--checkpoint", "runs", "--overwrite")
-    assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
+    assert "runs holds no checkpoint: neither checkpoint-latest.pt nor checkpoint-best.pt" in line
 
 
 def test_folds_are_averaged_and_named(scan, capsys):

@@ -97,7 +97,7 @@ def test_other_spellings_of_metaimage_are_the_same_volume(tmp_path):
 def test_header_and_voxels_of_a_metaimage_are_one_volume(tmp_path):
     path = written(tmp_path / "a.mhd", meta_bytes(b"", ElementDataFile="its voxels.raw"))
     assert members(path) == (path,)
-    assert "lacks its voxels its voxels.raw; a volume needs both" in refusal(path)
+    assert "lacks the file of its voxels, its voxels.raw; a volume" in refusal(path)
     voxels = written(tmp_path / "its voxels.raw", VOXELS)
     assert members(path) == (path, voxels) and stands_for_volume(path)
     assert not stands_for_volume(voxels)
@@ -215,7 +215,7 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
         (meta_bytes(ElementDataFile="../other.raw"), 'names "../other.raw" as the file of'),
         (meta_bytes(ElementDataFile="LIST"), "only one file in the same folder"),
         (meta_bytes(ElementDataFile="slice%03d.raw 1 5 1"), "only one file in the same folder"),
-        (meta_bytes(ElementDataFile="v\x1b" * 300), "lacks its voxels v\\x1bv"),
+        (meta_bytes(ElementDataFile="v\x1b" * 300), "lacks the file of its voxels, v\\x1bv"),
         (meta_bytes(VOXELS[:-1]), "it is damaged or incomplete"),
         (
             meta_bytes(zlib.compress(VOXELS)[:-1], CompressedData="True"),

@@ -104,11 +104,11 @@ def test_regions_keep_their_order(tmp_path):
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
-        (replace(trained(), patch_size=None), "it was trained on whole volumes"),
+        (replace(trained(), patch_size=None), "this network was trained on whole volumes"),
         (trained(spacing_mm=None), "each image keeps its own spacing"),
         (trained(crops_to_nonzero=False), "it crops images to nonzero voxels"),
-        (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
-        (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
+        (trained(label_values=(0, 1, 5)), "without a gap, but here they are 0, 1, 5"),
+        (trained(ignore_value=7), "the highest label, 2, but here it is 7"),
         (replace(trained(), topology=GROUPS), "this network has group"),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_number_that_has_changed_on_the_disk(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(CONTENT["model"][HEAD].numpy().tobytes()) + 1] ^= 1
     path.write_bytes(content)
-    assert "is not a checkpoint that can be used: the sum of its entry " in refusal(path)
+    assert "is not a checkpoint that can be used: the checksum of its entry " in refusal(path)
 
 
 def test_a_description_reads_no_weights(tmp_path):
@@ -305,7 +305,7 @@ def test_a_file_larger_than_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 1000)
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     said = refusal(saved(CONTENT, tmp_path))
-    assert "what it holds takes" in said and "but this machine has 1000 bytes available" in said
+    assert "its content takes" in said and "but this machine has 1000 bytes available" in said
 
 
 def test_memory_that_runs_out_while_tensors_are_read(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_folder_stands_for_one_checkpoint_of_each_fold(tmp_path, caplog):
 
 
 def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):
-    with pytest.raises(CheckpointError, match="no folds that have, and no files"):
+    with pytest.raises(CheckpointError, match="nor another file ..pt"):
         checkpoints_in(tmp_path)
     for name in ("b.pt", "a.pt", "notes.txt"):
         (tmp_path / name).touch()

@@ -112,7 +112,7 @@ def test_the_checkpoint_of_a_folder_is_its_final_one(run):
         (several / f"fold{fold}" / "checkpoint-latest.pt").touch()
     with pytest.raises(CheckpointError, match="several checkpoints: .*several/fold1/.*name one"):
         checkpoint_in(several)
-    with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
+    with pytest.raises(CheckpointError, match="first holds no checkpoint: neither .*best"):
         checkpoint_in(run.path)
     run.best.touch()
     assert checkpoint_in(run.path) == run.best

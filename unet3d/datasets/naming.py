@@ -104,7 +104,8 @@ def _values_of_labels(path: Path, given: Mapping[str, Any]) -> dict[str, tuple[i
         values_of[name] = values
         if name_of.setdefault(values, name) != name:
             raise DatasetError(
-                f"{path}: {name_of[values]} and {name} are both {some(values)}; leave one out"
+                f"{path}: {name_of[values]} and {name} have the same values, {some(values)}; leave "
+                "one out"
             )
     return values_of
 
@@ -159,7 +160,7 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
         found.update(np.unique(read_label(label_map).array).tolist())
         if len(found) > MAX_CLASSES:
             raise DatasetError(
-                f"{label_map} holds {len(found)} values; is it an image? name labels"
+                f"{label_map} holds {len(found)} values; is it an image? name the labels in {path}"
             )
     labels = sorted(found)
     if labels[0] < 0 or len(labels) < 2 or labels[-1] > MAX_LABEL_VALUE:

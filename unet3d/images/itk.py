@@ -95,7 +95,7 @@ def _one_of(known: Collection[str]) -> AfterValidator:
 
 def _kinds(text: str) -> str:
     if not SPACE_KINDS.issuperset(text.split()):
-        raise ValueError(f"{shown(text)} are not all of space")
+        raise ValueError(f"{shown(text)} are not all spatial axes")
     return text
 
 
@@ -170,7 +170,8 @@ def open_file(path: Path) -> Source:
     if file is not None:
         if not os.path.exists(file):  # pathlib would raise for a long name
             raise VolumeError(
-                f"{path} lacks its voxels {printable(file.name)}; a volume needs both files"
+                f"{path} lacks the file of its voxels, {printable(file.name)}; a volume needs both "
+                "files"
             )
         beginning_of(file)
     found = {key: text.lower() for key, text in fields.items()}

@@ -133,7 +133,7 @@ class Optimization:
     def _check_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
         is_sgd, known = self.settings.optimizer == "sgd", STATES[self.settings.optimizer]
         if not (values.keys() <= known if is_sgd else values.keys() == known):
-            raise ValueError(f"it holds {', '.join(values)}, which is of another optimizer")
+            raise ValueError(f"it holds {', '.join(values)}, which belongs to another optimizer")
         for name, value in values.items():
             wanted = () if name == "step" else parameter.shape
             if value is not None and value.shape != wanted:

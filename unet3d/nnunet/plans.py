@@ -176,7 +176,7 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
     said = validated(_Said, {**plans, **found})
     if sorted(said.transpose_forward) != [0, 1, 2]:
         raise ValueError(
-            f"transpose_forward is {shown(said.transpose_forward)}; it needs each axis"
+            f"transpose_forward is {shown(said.transpose_forward)}; it must name each axis once"
         )
     order, channels = order_of(said.transpose_forward), _channels(said)
     return Plan(

@@ -100,7 +100,7 @@ def of_plan(
         compare_tensors(own, wanted, _shape)
     except ValueError as error:
         raise ValueError(
-            f"its weights, of trainer {trainer}, are not those of its plan: {error}"
+            f"its weights (trainer {trainer}) do not match its plan: {error}"
         ) from error
     return own
 

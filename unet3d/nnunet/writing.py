@@ -102,7 +102,9 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
             "normalisation"
         )
     if checkpoint.patch_size is None:
-        raise _refused("it was trained on whole volumes, but nnU-Net's plans need a patch size")
+        raise _refused(
+            "this network was trained on whole volumes, but nnU-Net's plans need a patch size"
+        )
     if preprocessing.spacing_mm is None:
         raise _refused("each image keeps its own spacing, but nnU-Net's plans need one for all")
     if not preprocessing.crops_to_nonzero:
@@ -207,11 +209,14 @@ def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
         labels = {region.name: list(region.values) for region in preprocessing.regions}
         found["regions_class_order"] = [region.written for region in preprocessing.regions]
     elif values != tuple(range(len(values))):
-        raise _refused(f"its labels are 0, 1, 2, ... without a gap, and these {some(values)}")
+        raise _refused(
+            f"its labels are 0, 1, 2, ... without a gap, but here they are {some(values)}"
+        )
     if ignored is not None:
         if ignored != max(values) + 1:
             raise _refused(
-                f"its ignore label follows the highest one, {max(values)}, and this is {ignored}"
+                f"its ignore label follows the highest label, {max(values)}, but here it is "
+                f"{ignored}"
             )
         labels["ignore"] = ignored
     return {

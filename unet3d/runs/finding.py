@@ -67,8 +67,8 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
     files = tuple(sorted(file for file in path.glob("*.pt") if file.is_file()))
     if not files:
         raise CheckpointError(
-            f"{path} has neither {run.latest.name} nor {run.best.name}, no folds that have, and no "
-            "files *.pt; name a checkpoint, or the folder of a run"
+            f"{path} holds no checkpoint: neither {run.latest.name} nor {run.best.name}, in it or "
+            "in a fold, nor another file *.pt; name a checkpoint, or the folder of a run"
         )
     return files
 

@@ -60,7 +60,7 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
                 raise ValueError("its entries are compressed; torch.save stores them as they are")
             damaged = None if described else archive.testzip()  # mapped tensors are not checked
             if damaged is not None:
-                raise ValueError(f"the sum of its entry {damaged} is wrong")
+                raise ValueError(f"the checksum of its entry {damaged} is wrong")
         with _one_at_a_time, torch.serialization.safe_globals(_NUMPY):
             where = "meta" if described else "cpu"
             return torch.load(path, map_location=where, weights_only=True, mmap=True)
@@ -92,7 +92,7 @@ def own_tensors(value: Any, num_bytes: int) -> Any:
         raise ValueError("its tensors are larger than the file")
     lacking = shortage(needed)  # a sparse file may be larger than memory and disk
     if lacking is not None:
-        raise ValueError(f"what it holds {lacking}")
+        raise ValueError(f"its content {lacking}")
     return on_tensors(own, value)
 
 

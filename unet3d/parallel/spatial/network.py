@@ -60,7 +60,7 @@ class SlabNetwork(BlockNetwork):
         n, c, planes, y, z = image.shape
         if planes != wanted:
             raise ValueError(
-                f"a slab of {planes} planes, where shard {self._shard.index} of "
+                f"a slab has {planes} planes, but shard {self._shard.index} of a volume of "
                 f"{division.planes()} planes has {wanted}"
             )
         self.network.check_shape(torch.empty((n, c, division.planes(), y, z), device="meta"))
