@@ -102,7 +102,13 @@ def scores(predictions: Path, labels: Path, folder: Path) -> dict[str, Any]:
         measure: spread(label[measure] for label in found["mean"].values())["mean"]
         for measure in MEASURES
     }
-    cases = {case["case"]: case["labels"] for case in found["cases"]}
+    cases = {
+        case["case"]: {
+            label: {measure: values[measure] for measure in MEASURES}
+            for label, values in case["labels"].items()
+        }
+        for case in found["cases"]
+    }
     return {**over_labels, "labels": found["mean"], "cases": cases}
 
 
