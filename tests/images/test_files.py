@@ -32,7 +32,9 @@ def test_names():
         assert is_volume_file(Path(f"folder/scan.1{suffix}"))
         assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
         assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
-        assert can_be_written(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+        assert can_be_written(Path(f"SCAN{suffix.upper()}")) == suffix.endswith(
+            (".nii", ".nii.gz", ".tif", ".tiff")
+        )
     for name in ("scan.txt", "scan.nii.txt", "nii", "scan.gz"):
         assert not is_volume_file(Path(name))
         assert not stands_for_volume(Path(name))

@@ -239,7 +239,7 @@ def test_writing_refuses_what_are_no_labels_of_the_image(tmp_path, plain):
         ("a.nii", labels.T, "shape"),
         ("a.nii", labels.astype(np.float32), "float32"),
         ("a.nii", labels.astype(int) - 1, "-1"),
-        ("a.mgz", labels, "choose a name that ends in .nii.gz or .nii"),
+        ("a.mgz", labels, "choose a name that ends in .nii.gz or .nii or .tif or .tiff"),
         ("no/a.nii", labels, "cannot write .*No such file or directory"),
     ):
         with pytest.raises((ValueError, VolumeError), match=words):

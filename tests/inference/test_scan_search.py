@@ -60,7 +60,7 @@ def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path):
         **{(name,): f"{name.split('.')[0]}_seg.nii.gz" for name in scans},
     }
     touch(tmp_path / "series", "mask.nrrd", "old_seg.nii.gz")
-    refuses([tmp_path / "series"], "holds DICOM slices and volumes, such as mask.nrrd")
+    refuses([tmp_path / "series"], "holds slices and volumes, such as mask.nrrd")
 
 
 def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(tmp_path, monkeypatch):
@@ -162,7 +162,11 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     assert scan.output == output / "a.nii.gz"
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
-    refuses(scans[:1], "results.v2: a segmentation ends in .nii.gz or .nii; name", output)
+    refuses(
+        scans[:1],
+        "results.v2: a segmentation ends in .nii.gz or .nii or .tif or .tiff; name",
+        output,
+    )
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):
@@ -175,9 +179,13 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         ([a, tmp_path / "a_seg.nii.gz"], None, "is also an input"),
         ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
         ([a, twin], tmp_path / "out", "out/a.nii.gz; leave out --output to write beside"),
-        ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii; name such a file"),
+        ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii or .tif or .tiff; name such a file"),
         ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
-        ([pair], tmp_path / "out.txt", r"ends in .nii.gz or .nii; name such a file"),
+        (
+            [pair],
+            tmp_path / "out.txt",
+            r"ends in .nii.gz or .nii or .tif or .tiff; name such a file",
+        ),
         ([run], None, "run holds no volumes to segment; name the run with --checkpoint"),
         ([tmp_path / "other/empty"], None, "other/empty holds no volumes to segment; known: .nii"),
         (

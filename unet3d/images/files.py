@@ -29,10 +29,16 @@ class Format(NamedTuple):
 NIFTI = Format(
     "nifti", (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh"), written=(".nii.gz", ".nii")
 )
+TIFF = Format(
+    "tiff",
+    (".ome.tif", ".ome.tiff", ".tif", ".tiff"),
+    written=(".tif", ".tiff"),
+)
+"""Files, and folders of slices that are files."""
 DICOM = Format("dicom", (), is_folder=True)
-"""Any folder: whether it is a series of slices depends on its content."""
+"""Any other folder: whether it is a series of slices depends on its content."""
 
-FORMATS = (NIFTI, Format("itk", (".nrrd", ".mha", ".mhd")), DICOM)
+FORMATS = (NIFTI, Format("itk", (".nrrd", ".mha", ".mhd")), TIFF, DICOM)
 
 SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes)
 WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.written)
@@ -48,7 +54,12 @@ def format_of(path: Path) -> Format | None:
     """Return the format of a file or folder; None for a file without the ending of a volume."""
     is_folder, suffix = os.path.isdir(path), volume_suffix(path)
     fitting = (one for one in FORMATS if one.is_folder == is_folder and suffix in one.suffixes)
-    return next(fitting, DICOM if is_folder else None)
+    return next(fitting, _folder_format(path) if is_folder else None)
+
+
+def _folder_format(folder: Path) -> Format:
+    """Return TIFF for a folder of slices in that format, DICOM for any other."""
+    return TIFF if module_of(TIFF).members(folder) != (folder,) else DICOM
 
 
 def module_of(one: Format) -> Any:
@@ -63,7 +74,7 @@ def is_volume_file(path: Path) -> bool:
 
 def can_be_written(path: Path) -> bool:
     """Return whether a file has an ending to which label maps can be written."""
-    return volume_suffix(path) in WRITTEN_SUFFIXES
+    return path.name.lower().endswith(WRITTEN_SUFFIXES)
 
 
 def written_suffix(scan: Path) -> str:

@@ -50,8 +50,8 @@ def open_source(path: Path) -> Source:
             f"{path} is one DICOM file; name the folder that holds all slices of its series"
         )
     raise VolumeError(
-        f"{path} has no known file ending; known: {', '.join(SUFFIXES)}, and folders of DICOM "
-        "slices"
+        f"{path} has no known file ending; known: {', '.join(SUFFIXES)}, and folders of DICOM or "
+        "TIFF slices"
     )
 
 
@@ -212,7 +212,9 @@ class Image:
     @property
     def slowest_axis(self) -> int:
         """Axis (0, 1, 2) along which voxels lie furthest apart in memory."""
-        x, y, z = (slice(start, start + 1) for start in self._start)
+        sizes = zip(self._start, self.shape[1:], strict=True)
+        # Two voxels along each axis, because a format may copy what is read.
+        x, y, z = (slice(start, start + min(2, size)) for start, size in sizes)
         strides = np.abs(self._channels[0].stored((x, y, z)).strides)
         return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
 

@@ -1,6 +1,6 @@
 """Label names in the file of a segmentation, as TotalSegmentator writes and reads them.
 
-They are in an extension of the NIfTI header (code 0): the label table of Connectome Workbench in
+In NIfTI they are in an extension of the header (code 0): the label table of Connectome Workbench in
 XML, which 3D Slicer and TotalSegmentator's own tools read. Other programs skip it.
 """
 
@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import nibabel as nib
 from isal import igzip
 
+from unet3d.images.files import TIFF, format_of, module_of
 from unet3d.images.source import GZIP_MARK
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -47,10 +48,13 @@ def name_labels(header: Any, names: Mapping[int, str]) -> None:
 
 
 def read_label_names(path: Path) -> dict[int, str]:
-    """Return the name of each label value from a NIfTI file's header, or an empty mapping.
+    """Return the name of each label value from the file of a label map, or an empty mapping.
 
     The file is untrusted: a damaged one counts as a file without names.
     """
+    if format_of(path) == TIFF:
+        named: dict[int, str] = module_of(TIFF).label_names(path)
+        return named
     with suppress(OSError, EOFError, ValueError, zlib.error, ElementTree.ParseError):
         found = TABLE.search(_beginning(path))
         # The match excludes a document type, so the XML cannot define entities that expand.

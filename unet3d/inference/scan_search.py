@@ -225,7 +225,7 @@ def _other_than(folder: Path) -> str:
     for path in sorted(folder.glob("*/*")):
         if stands_for_volume(path):
             return f"name the folders in it, or files such as {path}"
-    return f"known: {', '.join(SUFFIXES)}, and folders of DICOM slices"
+    return f"known: {', '.join(SUFFIXES)}, and folders of DICOM or TIFF slices"
 
 
 def _volumes_in(folder: Path) -> list[Path]:
@@ -239,10 +239,11 @@ def _volumes_in(folder: Path) -> list[Path]:
             if stands_for_volume(path) and not path.name.lower().endswith(own)
         }
         if is_volume_folder(folder):
-            if files:
+            others = files.difference(members(folder))
+            if others:
                 raise VolumeError(
-                    f"{folder} holds DICOM slices and volumes, such as {min(files).name}; move one "
-                    "of them to a folder of its own"
+                    f"{folder} holds slices and volumes, such as {min(others).name}; move one of "
+                    "them to a folder of its own"
                 )
             # Segmentations are named after the scan, so "." becomes the folder's name.
             return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
