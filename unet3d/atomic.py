@@ -89,7 +89,7 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder, and publish it with its content, or leave nothing.
 
-    Raises OSError if a folder of that name exists that is neither empty nor to be replaced.
+    Raises FileExistsError if a folder of that name exists that is neither empty nor to be replaced.
     """
     with unfinished_folder(path) as unfinished:
         yield unfinished
@@ -116,7 +116,12 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
             # A folder cannot be renamed onto another.
             aside = stack.enter_context(_temporary(path, Path.mkdir, REPLACED))
             os.rename(path, aside / path.name)
-        os.rename(folder, path)
+        try:
+            os.rename(folder, path)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise FileExistsError(error.errno, error.strerror, str(path)) from error
         _flush(parent)
 
 

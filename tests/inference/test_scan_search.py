@@ -164,7 +164,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     assert scan.output == tmp_path / "seg.nii"
     refuses(
         scans[:1],
-        "results.v2: a segmentation ends in .nii.gz or .nii or .tif or .tiff; name",
+        "results.v2: a segmentation ends in .nii.gz or .nii or .* or .zarr; name",
         output,
     )
 
@@ -179,12 +179,16 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         ([a, tmp_path / "a_seg.nii.gz"], None, "is also an input"),
         ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
         ([a, twin], tmp_path / "out", "out/a.nii.gz; leave out --output to write beside"),
-        ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii or .tif or .tiff; name such a file"),
+        (
+            [a],
+            tmp_path / "out.mgz",
+            r"ends in .nii.gz or .nii or .tif or .tiff or .ome.zarr or .zarr; name such a file",
+        ),
         ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
         (
             [pair],
             tmp_path / "out.txt",
-            r"ends in .nii.gz or .nii or .tif or .tiff; name such a file",
+            r"ends in .nii.gz or .nii or .tif or .tiff or .ome.zarr or .zarr; name such a file",
         ),
         ([run], None, "run holds no volumes to segment; name the run with --checkpoint"),
         ([tmp_path / "other/empty"], None, "other/empty holds no volumes to segment; known: .nii"),
@@ -262,3 +266,35 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
         words = f"cannot write .*{beside}: it is not a regular file"
         refuses([a], words, tmp_path / "pipe.nii", statistics=True, overwrite=True)
         os.unlink(tmp_path / beside)
+
+
+def zarr_store(folder):
+    folder.mkdir(parents=True)
+    (folder / "zarr.json").write_text("{}")
+    (folder / "0").mkdir()
+    (folder / "0" / "zarr.json").write_text("{}")
+    return folder
+
+
+def test_a_store_is_one_scan_and_its_result_is_a_store(tmp_path):
+    stores = [zarr_store(tmp_path / name) for name in ("a.ome.zarr", "b.zarr", "a_seg.ome.zarr")]
+    touch(tmp_path, "c.nii.gz", "d.zarr.zip")
+    expected = {
+        ("a.ome.zarr",): "a_seg.ome.zarr",
+        ("b.zarr",): "b_seg.ome.zarr",
+        ("c.nii.gz",): "c_seg.nii.gz",
+        ("d.zarr.zip",): "d_seg.ome.zarr",
+    }
+    assert outputs(found_of([tmp_path], None, 1, overwrite=True)) == expected
+    (scan,) = found_of(stores[:1], tmp_path / "new.ome.zarr", 1).to_segment
+    assert scan.images == (stores[0],) and scan.output == tmp_path / "new.ome.zarr"
+    refuses(stores[:1], "a_seg.ome.zarr exists; add --overwrite")
+    refuses(stores[:1], "b.zarr exists; add --overwrite", tmp_path / "b.zarr")
+    found = found_of(stores[:1], tmp_path / "b.zarr", 1, overwrite=True)
+    assert found.to_segment[0].output == tmp_path / "b.zarr"
+    refuses(stores[:1], "is also an input", stores[0], overwrite=True)
+    (tmp_path / "other.zarr").mkdir()
+    (tmp_path / "other.zarr" / "precious").touch()
+    refuses(stores[:1], "cannot write .*other.zarr", tmp_path / "other.zarr", overwrite=True)
+    touch(tmp_path, "file.zarr")
+    refuses(stores[:1], "cannot write .*file.zarr", tmp_path / "file.zarr", overwrite=True)

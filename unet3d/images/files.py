@@ -15,7 +15,8 @@ class Format(NamedTuple):
     The module has ``open_file(path)``, which returns a :class:`~unet3d.images.source.Source`, and
     ``members(path)``, which returns all files of the volume to which a file or folder belongs, the
     representative file first. If ``written`` is not empty, it also has ``write_labels(path, stored,
-    geometry, names)``, which writes a label map with the axes of a scan's file.
+    geometry, names)``, which writes a label map with the axes of a scan's file, to a new file or
+    into an empty folder, and ``label_names(path)``, which returns the names of label values.
     """
 
     module: str
@@ -38,10 +39,22 @@ TIFF = Format(
 DICOM = Format("dicom", (), is_folder=True)
 """Any other folder: whether it is a series of slices depends on its content."""
 
-FORMATS = (NIFTI, Format("itk", (".nrrd", ".mha", ".mhd")), TIFF, DICOM)
+ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), is_folder=True)
+"""A folder with one of these endings, or with one of :data:`ZARR_METADATA`."""
+
+ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
+
+FORMATS = (
+    NIFTI,
+    Format("itk", (".nrrd", ".mha", ".mhd")),
+    TIFF,
+    ZARR,
+    Format("ome_zarr", (".ome.zarr.zip", ".zarr.zip"), written=ZARR.written),
+    DICOM,
+)
 
 SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes)
-WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.written)
+WRITTEN_SUFFIXES = tuple(dict.fromkeys(suffix for one in FORMATS for suffix in one.written))
 
 
 def volume_suffix(path: Path) -> str:
@@ -51,14 +64,21 @@ def volume_suffix(path: Path) -> str:
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file or folder; None for a file without the ending of a volume."""
+    """Return the format of a file or folder; None for a file without the ending of a volume.
+
+    A name that does not exist yet has the format of its ending.
+    """
     is_folder, suffix = os.path.isdir(path), volume_suffix(path)
-    fitting = (one for one in FORMATS if one.is_folder == is_folder and suffix in one.suffixes)
-    return next(fitting, _folder_format(path) if is_folder else None)
+    for one in FORMATS:
+        if suffix in one.suffixes and (one.is_folder or not is_folder):
+            return one
+    return _folder_format(path) if is_folder else None
 
 
 def _folder_format(folder: Path) -> Format:
-    """Return TIFF for a folder of slices in that format, DICOM for any other."""
+    """Return the format of a folder without an ending; DICOM if its content is of no other."""
+    if any(os.path.isfile(os.path.join(folder, name)) for name in ZARR_METADATA):
+        return ZARR
     return TIFF if module_of(TIFF).members(folder) != (folder,) else DICOM
 
 
@@ -82,15 +102,25 @@ def written_suffix(scan: Path) -> str:
     return ((format_of(scan) or NIFTI).written or NIFTI.written)[0]
 
 
+def is_store(path: Path) -> bool:
+    """Return whether a path is a folder in which names of files say where their voxels belong."""
+    return os.path.isdir(path) and format_of(path) is ZARR
+
+
+def is_collection(path: Path) -> bool:
+    """Return whether a path is a folder that may hold volumes, and is not a store."""
+    return os.path.isdir(path) and not is_store(path)
+
+
 def is_volume_folder(path: Path) -> bool:
     """Return whether a path is a folder that is one volume, such as the slices of a scan."""
-    return os.path.isdir(path) and members(path) != (path,)
+    return is_store(path) or (os.path.isdir(path) and members(path) != (path,))
 
 
 def volume_stem(path: Path) -> str:
     """Return the name of a volume file without its ending: ``scan`` for ``scan.nii.gz``.
 
-    A folder, as of DICOM slices, has no ending: ``1.2.840`` is its whole name.
+    A folder of DICOM slices has no ending: ``1.2.840`` is its whole name.
     """
     suffix = volume_suffix(path)
     if suffix:
@@ -106,8 +136,8 @@ def members(path: Path) -> tuple[Path, ...]:
 
 
 def stands_for_volume(path: Path) -> bool:
-    """Return whether a file represents its volume in a list: a pair is listed as its header."""
-    return is_volume_file(path) and members(path)[0] == path
+    """Return whether a path represents its volume in a list: a pair is listed as its header."""
+    return is_store(path) or (is_volume_file(path) and members(path)[0] == path)
 
 
 def times(numbers: Any) -> str:

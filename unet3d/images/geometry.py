@@ -76,6 +76,8 @@ class Geometry:
     is_anatomical: bool = True
     """Whether the file states the orientation of its axes in the patient; if not, it is unknown
     which side is left or right."""
+    unit: str | None = None
+    """Unit of length in a microscope's file, as OME names it; None: one that suits the spacing."""
     nifti_header: Any = field(repr=False)
     """A NIfTI header with only the geometry of the file, for writing label maps."""
 

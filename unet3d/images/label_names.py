@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import nibabel as nib
 from isal import igzip
 
-from unet3d.images.files import TIFF, format_of, module_of
+from unet3d.images.files import NIFTI, format_of, module_of
 from unet3d.images.source import GZIP_MARK
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -52,8 +52,9 @@ def read_label_names(path: Path) -> dict[int, str]:
 
     The file is untrusted: a damaged one counts as a file without names.
     """
-    if format_of(path) == TIFF:
-        named: dict[int, str] = module_of(TIFF).label_names(path)
+    format_ = format_of(path)
+    if format_ is not None and format_.written and format_ is not NIFTI:
+        named: dict[int, str] = module_of(format_).label_names(path)
         return named
     with suppress(OSError, EOFError, ValueError, zlib.error, ElementTree.ParseError):
         found = TABLE.search(_beginning(path))

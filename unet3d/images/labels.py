@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from nibabel.volumeutils import apply_read_scaling
 
-from unet3d.atomic import replacing
+from unet3d.atomic import new_folder, replacing
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import WRITTEN_SUFFIXES, can_be_written, format_of, module_of, times
 from unet3d.images.geometry import RAS, Geometry, axes_between
@@ -93,9 +93,13 @@ def write_label(
         raise VolumeError(f"cannot write {path}: choose a name that ends in {endings}")
     stored = stored_labels(labels, geometry)
     try:
-        with replacing(path, may_exist=overwrite) as unfinished:
-            format_ = format_of(unfinished)
-            assert format_ is not None
+        format_ = format_of(path)
+        assert format_ is not None
+        with (
+            new_folder(path, replace=overwrite)
+            if format_.is_folder
+            else replacing(path, may_exist=overwrite)
+        ) as unfinished:
             module_of(format_).write_labels(unfinished, stored, geometry, names or {})
     except FileExistsError:
         raise

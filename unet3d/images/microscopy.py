@@ -24,6 +24,9 @@ MM_PER_UNIT = {
 }
 """Units of length by their names in files, in mm."""
 
+NAMES = {"nm": "nanometer", "µm": "micrometer", "mm": "millimeter"}
+"""Names of :class:`~unet3d.images.units.Units` in OME's metadata."""
+
 _warned: set[tuple[Path, bool]] = set()
 
 

@@ -12,12 +12,15 @@ from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeErr
 from unet3d.images.files import (
     SUFFIXES,
     WRITTEN_SUFFIXES,
+    ZARR,
     can_be_written,
+    is_collection,
     is_volume_file,
     is_volume_folder,
     members,
     stands_for_volume,
     volume_stem,
+    volume_suffix,
     written_suffix,
 )
 from unet3d.images.image import open_source
@@ -57,9 +60,9 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     """
     inputs, output = request.images, request.output
     groups = _groups(inputs, num_channels)
-    several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)
+    several = len(groups) > 1 or any(is_collection(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
-        os.path.isdir(output)
+        is_collection(output)
         or not output.suffix
         or (several and not is_volume_file(output))  # such as results.v2
     )
@@ -101,11 +104,11 @@ def refuse_early(request: PredictionRequest) -> None:
     if not any(os.path.exists(path) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
     for path in inputs:
-        if os.path.isdir(path):
+        if is_collection(path):
             _volumes_in(path)
         elif len(inputs) == 1:  # of several, others may be segmented
             open_source(path)
-            if output is None or os.path.isdir(output):
+            if output is None or is_collection(output):
                 place = _place(volume_stem(path), path, output)
             elif output.suffix:
                 place = output
@@ -173,8 +176,10 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
 
 
 def _refuse_irregular(path: Path) -> None:
-    """Refuse a path that a file cannot replace."""
-    if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
+    """Refuse a path that a result, a file or a store, cannot replace."""
+    is_folder = volume_suffix(path) in ZARR.suffixes
+    fits = members(path) != (path,) if is_folder else os.path.isfile(path)
+    if os.path.exists(path) and not fits:
         raise ConfigError(
             f"cannot write {path}: it is not a regular file; remove it, or choose another --output"
         )
@@ -205,7 +210,7 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
     named: set[tuple[str, ...]] = set()
     real_folder = functools.cache(os.path.realpath)
     for path in inputs:
-        for file in _volumes_in(path) if os.path.isdir(path) else (path,):
+        for file in _volumes_in(path) if is_collection(path) else (path,):
             # Two links to one file are two scans, but one file may be named in several ways.
             files = tuple(
                 os.path.join(real_folder(member.parent), member.name) for member in members(file)
@@ -247,7 +252,7 @@ def _volumes_in(folder: Path) -> list[Path]:
                 )
             # Segmentations are named after the scan, so "." becomes the folder's name.
             return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
-        files.update(path for path in listed if is_volume_folder(path))
+        files.update(path for path in listed if is_collection(path) and is_volume_folder(path))
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:

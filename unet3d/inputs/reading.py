@@ -44,8 +44,13 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
     Raises OSError like :func:`read_bytes`, and a one-line ValueError if the content is refused.
     """
+    return plain_json(read_bytes(path, max_bytes))
+
+
+def plain_json(content: bytes) -> Any:
+    """Return the plain values of JSON, as :func:`read_json` does."""
     try:
-        text = read_bytes(path, max_bytes).decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError as error:
         raise ValueError("it is not text in UTF-8") from error

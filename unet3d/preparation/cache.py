@@ -40,7 +40,8 @@ from unet3d.atomic import (
 )
 from unet3d.config import Shape, Spacing
 from unet3d.errors import CacheError, VolumeError, reason_of
-from unet3d.images.files import members
+from unet3d.images.files import is_store, members
+from unet3d.inputs.plain_data import key_of
 from unet3d.preparation.foreground import Foreground, foreground_voxels
 from unet3d.records import (
     read_record,
@@ -126,7 +127,12 @@ class Cache:
         read.
         """
         try:
-            return "-".join(self._digest(file.absolute()) for file in members(path))
+            files = members(path)
+            digests = [self._digest(file.absolute()) for file in files]
+            if is_store(path):
+                names = [str(file.relative_to(path)) for file in files]
+                return key_of(list(zip(names, digests, strict=True)))
+            return "-".join(digests)
         except OSError as error:
             where = error.filename or path
             raise VolumeError(f"cannot read {where}: {reason_of(error)}") from error

@@ -12,7 +12,7 @@ from unet3d.config import Spacing
 from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, counted, some
-from unet3d.images.files import is_volume_file, members, times, volume_stem, volume_suffix
+from unet3d.images.files import is_store, is_volume_file, members, times, volume_stem, volume_suffix
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
@@ -204,10 +204,10 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
     """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
     volumes = [file for case in dataset.cases for file in (*case.images, case.label)]
     files = [file for path in volumes if os.path.lexists(path) for file in members(path)]
-    named = {os.path.realpath(file) for file in files}
+    named = {os.path.realpath(file) for file in (*volumes, *files)}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            is_volume = is_volume_file(path) and path.is_file() and not path.name.startswith(".")
-            if is_volume and os.path.realpath(path) not in named:
+            is_volume = is_store(path) or (is_volume_file(path) and path.is_file())
+            if is_volume and not path.name.startswith(".") and os.path.realpath(path) not in named:
                 message = f"{path} belongs to no case and is not used"
                 yield Finding(case=path.name, severity="warning", message=message)

@@ -1,0 +1,374 @@
+"""OME-Zarr and plain zarr arrays, written by zarr itself, against NumPy."""
+
+import json
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+
+from tests.images.samples import refusal, write_volume
+from unet3d.errors import VolumeError
+from unet3d.images import zarr_store
+from unet3d.images.files import members, stands_for_volume, volume_stem, written_suffix
+from unet3d.images.geometry import same_grid
+from unet3d.images.image import open_image
+from unet3d.images.label_names import read_label_names
+from unet3d.images.labels import read_label, write_label
+
+zarr = pytest.importorskip("zarr")
+
+VOXELS = np.random.default_rng(0).integers(1, 4000, (9, 17, 21)).astype(np.uint16)  # Z, Y, X
+SPACING = (40.0, 8.0, 8.0)
+
+
+def axes_named(names, unit="nanometer"):
+    kinds = {"c": "channel", "t": "time"}
+    axes = [{"name": name, "type": kinds.get(name, "space")} for name in names]
+    return [one | ({"unit": unit} if unit and one["type"] == "space" else {}) for one in axes]
+
+
+def scaled(scale, translation=None):
+    found = [{"type": "scale", "scale": list(scale)}]
+    return found + ([{"type": "translation", "translation": translation}] if translation else [])
+
+
+def store(path, voxels=VOXELS, version="0.5", names="zyx", num_levels=2, **changes):
+    """Write an image as OME-Zarr; in ``changes`` are parts of its metadata."""
+    group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
+    levels = []
+    for number in range(num_levels):
+        step = 2**number
+        part = voxels[(..., *[slice(None, None, step)] * 3)]
+        shards = {"shards": (*part.shape[:-3], 8, 16, 16)} if version == "0.5" else {}
+        group.create_array(
+            str(number),
+            shape=part.shape,
+            chunks=(*part.shape[:-3], 4, 8, 8),
+            dtype=part.dtype,
+            config={"write_empty_chunks": True},
+            **shards,
+        )[...] = part
+        scale = [1.0] * (voxels.ndim - 3) + [size * step for size in SPACING]
+        levels.append({"path": str(number), "coordinateTransformations": scaled(scale)})
+    multiscale = {"axes": axes_named(names), "datasets": levels, **changes}
+    if version == "0.5":
+        group.attrs["ome"] = {"version": "0.5", "multiscales": [multiscale]}
+    else:
+        group.attrs["multiscales"] = [{"version": "0.4", **multiscale}]
+    return path
+
+
+def changed(path, change, name="zarr.json"):
+    """Rewrite a file of metadata after a function has changed its content."""
+    content = json.loads((path / name).read_text())
+    change(content)
+    (path / name).write_text(json.dumps(content))
+    return path
+
+
+def level_of(content, number=0):
+    return content["attributes"]["ome"]["multiscales"][0]["datasets"][number]
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_an_image_is_the_same_as_in_nifti(tmp_path, version):
+    image = open_image(store(tmp_path / "scan.ome.zarr", version=version))
+    other = open_image(write_volume(tmp_path / "scan.nii", VOXELS.T, (8e-6, 8e-6, 4e-5)))
+    assert image.geometry.spacing_mm == (8e-6, 8e-6, 4e-5) and image.dtype == np.uint16
+    assert not image.geometry.is_anatomical
+    assert same_grid(image.geometry, other.geometry) is None
+    assert list(image.pieces()) == list(other.pieces())  # sums in another order would differ
+    np.testing.assert_array_equal(image.whole(), other.whole())
+    for axis in range(3):
+        np.testing.assert_array_equal(image.plane(axis, 5), other.plane(axis, 5))
+    box = (slice(3, 12), slice(1, 9), slice(2, 7))
+    np.testing.assert_array_equal(image.read(box), other.read(box))
+
+
+def test_transformations_of_a_level_and_of_all_are_combined(tmp_path):
+    path = store(tmp_path / "scan.zarr", coordinateTransformations=scaled([2, 2, 2], [1, 2, 3]))
+    changed(
+        path,
+        lambda found: level_of(found).update(
+            coordinateTransformations=scaled(SPACING, [10, 20, 30])
+        ),
+    )
+    geometry = open_image(path).geometry
+    assert geometry.spacing_mm == (1.6e-5, 1.6e-5, 8e-5)
+    np.testing.assert_allclose(geometry.affine[:3, 3], [63e-6, 42e-6, 21e-6])
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("above", ["", "scan.ome.zarr/"])
+def test_a_zip_file_of_a_store_is_read(tmp_path, version, compression, above):
+    folder = store(tmp_path / "scan.ome.zarr", version=version)
+    path = zipped(folder, compression, above)
+    np.testing.assert_array_equal(open_image(path).whole()[0], VOXELS.T)
+    assert members(path) == (path,) and volume_stem(path) == "scan"
+    assert stands_for_volume(path) and written_suffix(path) == ".ome.zarr"
+
+
+def zipped(folder, compression=zipfile.ZIP_STORED, above=""):
+    path = folder.with_name(f"{folder.name}.zip")
+    with zipfile.ZipFile(path, "w", compression) as packed:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                packed.write(file, f"{above}{file.relative_to(folder)}")
+    return path
+
+
+@pytest.mark.parametrize("names, shape", [("czyx", (2,)), ("tczyx", (1, 2)), ("tzyx", (1,))])
+def test_channels_come_last_and_a_single_time_is_left_out(tmp_path, names, shape):
+    voxels = np.stack([VOXELS, VOXELS + 1]) if 2 in shape else VOXELS
+    path = store(tmp_path / "scan.zarr", voxels.reshape(*shape, *VOXELS.shape), names=names)
+    image = open_image(path)
+    assert image.num_channels == (2 if 2 in shape else 1)
+    for channel in range(image.num_channels):
+        np.testing.assert_array_equal(image.read(channel=channel)[0], VOXELS.T + channel)
+
+
+def test_several_times_are_refused(tmp_path):
+    path = store(tmp_path / "scan.zarr", np.stack([VOXELS] * 2), names="tzyx")
+    assert "2 positions along its axis t; save one of them" in refusal(path, open_image)
+
+
+def test_levels_and_label_maps_in_a_store_are_named_by_their_paths(tmp_path):
+    path = store(tmp_path / "scan.ome.zarr")
+    store(path / "labels" / "cells", (VOXELS > 2000).astype(np.uint8))
+    coarse = open_image(path / "1")
+    assert coarse.geometry.spacing_mm == (1.6e-5, 1.6e-5, 8e-5)
+    np.testing.assert_array_equal(coarse.whole()[0], VOXELS[::2, ::2, ::2].T)
+    label = read_label(path / "labels" / "cells")
+    np.testing.assert_array_equal(label.array, VOXELS.T > 2000)
+    assert same_grid(label.geometry, open_image(path).geometry) is None
+    found = members(path)
+    assert found[0] == path / "zarr.json" and len(found) == 1 + 1 + 8
+    assert all(file.parent == path or file.is_relative_to(path / "0") for file in found)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("names", [None, "zyx", "xyz"])
+def test_plain_arrays_have_a_spacing_of_one_and_say_so(tmp_path, names, zarr_format, caplog):
+    path, voxels = tmp_path / "scan.zarr", VOXELS.T if names == "xyz" else VOXELS
+    named = {} if zarr_format == 2 else {"dimension_names": names}
+    array = zarr.create_array(path, data=voxels, zarr_format=zarr_format, **named)
+    if zarr_format == 2 and names:
+        array.attrs["_ARRAY_DIMENSIONS"] = [*names]
+    image = open_image(path)
+    np.testing.assert_array_equal(image.whole()[0], VOXELS.T)
+    assert image.geometry.spacing_mm == (1, 1, 1)
+    assert f"{path} does not state the distance of voxels" in caplog.text
+
+
+def test_a_box_reads_only_its_chunks(tmp_path, monkeypatch):
+    path = store(tmp_path / "scan.zarr", num_levels=1)
+    read, get = [], zarr_store.CheckedStore.get
+
+    async def counted(self, key, prototype, byte_range=None):
+        found = await get(self, key, prototype, byte_range)
+        read.append((key, 0 if found is None else len(found)))
+        return found
+
+    monkeypatch.setattr(zarr_store.CheckedStore, "get", counted)
+    image = open_image(path)
+    assert not any("/c/" in key for key, _ in read)
+    image.read((slice(16, 20), slice(0, 4), slice(8, 9)))
+    assert {key for key, _ in read if "c/" in key} == {"c/1/0/1"}
+    read.clear()
+    for plane in range(9):
+        image.plane(2, plane)
+    assert len({key for key, _ in read}) == 8  # every shard
+    assert sum(size for _, size in read) < 3 * VOXELS.nbytes  # planes of one chunk read it once
+
+
+def test_missing_chunks_are_the_fill_value_and_said_once(tmp_path, caplog):
+    path = store(tmp_path / "scan.zarr")
+    (path / "0" / "c" / "1" / "1" / "1").unlink()
+    expected = VOXELS.copy()
+    expected[8:, 16:, 16:] = 0
+    for _ in range(2):
+        np.testing.assert_array_equal(open_image(path).whole()[0], expected.T)
+    messages = [one.getMessage() for one in caplog.records]
+    assert len(messages) == 1
+    assert f"{path} has no file for some chunks, such as c/1/1/1; their voxels are 0" in messages[0]
+
+
+def written(tmp_path, shape=(300, 20, 10), dtype=np.uint8, spacing_mm=None, names=None):
+    """Write labels for a scan in OME-Zarr; return the folder and the labels (X, Y, Z)."""
+    labels = np.random.default_rng(1).integers(0, 4, shape).astype(dtype)
+    scan = store(tmp_path / "scan.ome.zarr", labels.T, num_levels=1)
+    path = tmp_path / "scan_seg.ome.zarr"
+    write_label(path, labels, open_image(scan).geometry, names=names)
+    return path, labels
+
+
+def test_written_labels_are_a_pyramid_in_the_unit_of_the_scan(tmp_path, caplog):
+    names = {1: "nucleus", 3: "membrane"}
+    path, labels = written(tmp_path, names=names)
+    assert {one.name for one in tmp_path.iterdir()} == {"scan.ome.zarr", path.name}
+    group = zarr.open_group(path, mode="r")
+    ome = group.attrs["ome"]
+    (multiscale,) = ome["multiscales"]
+    assert [axis["name"] for axis in multiscale["axes"]] == ["z", "y", "x"]
+    assert {axis["unit"] for axis in multiscale["axes"]} == {"nanometer"}
+    scales = [one["coordinateTransformations"][0]["scale"] for one in multiscale["datasets"]]
+    assert scales == [[40, 8, 8], [40, 16, 16]]
+    np.testing.assert_array_equal(group["0"][...], labels.T)
+    np.testing.assert_array_equal(group["1"][...], labels.T[:, ::2, ::2])  # Z is coarse already
+    assert group["0"].metadata.dimension_names == ("z", "y", "x")
+    assert group["0"].chunks == (10, 20, 128) and group["0"].shards == (10, 20, 384)
+    described = ome["image-label"]
+    assert described["source"] == {"image": "../scan.ome.zarr"}
+    assert described["colors"][1] == {"label-value": 3, "rgba": [0, 255, 0, 255]}
+    assert read_label_names(path) == names
+    found = read_label(path)
+    assert found.array.dtype == np.uint8
+    np.testing.assert_array_equal(found.array, labels)
+    assert same_grid(found.geometry, open_image(tmp_path / "scan.ome.zarr").geometry) is None
+    assert not caplog.records
+
+
+def test_written_labels_are_valid_for_ome_zarr_models(tmp_path):
+    models = pytest.importorskip("ome_zarr_models.v05")
+    path, _ = written(tmp_path, names={1: "cell"})
+    group = zarr.open_group(path, mode="r")
+    models.Image.from_zarr(group)
+    models.ImageLabel.from_zarr(group)
+
+
+def test_a_store_is_replaced_as_a_whole_or_kept(tmp_path):
+    path, labels = written(tmp_path)
+    geometry = read_label(path).geometry
+    with pytest.raises(FileExistsError):
+        write_label(path, 1 - labels // 4, geometry, overwrite=False)
+    np.testing.assert_array_equal(read_label(path).array, labels)
+    write_label(path, labels // 2, geometry)
+    np.testing.assert_array_equal(read_label(path).array, labels // 2)
+    assert {one.name for one in tmp_path.iterdir()} == {"scan.ome.zarr", path.name}
+
+
+def test_labels_of_a_turned_scan_lie_where_the_scan_lies(tmp_path):
+    affine = np.array([[0, -2.0, 0, 5], [0, 0, 3, -1], [-1, 0, 0, 2], [0, 0, 0, 1]])
+    nib = pytest.importorskip("nibabel")
+    nib.save(nib.Nifti1Image(np.ones((4, 5, 6), np.uint8), affine), tmp_path / "scan.nii")
+    scan = open_image(tmp_path / "scan.nii")
+    labels = np.arange(120, dtype=np.uint16).reshape(scan.shape[1:]) + 400
+    write_label(tmp_path / "a.zarr", labels, scan.geometry)
+    found = read_label(tmp_path / "a.zarr")
+    np.testing.assert_array_equal(found.array, labels)
+    assert found.array.dtype == np.uint16
+    assert same_grid(found.geometry, scan.geometry) is None
+
+
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    path = store(tmp_path / "scan.zarr")
+    monkeypatch.setitem(__import__("sys").modules, "zarr", None)
+    message = refusal(path, open_image)
+    assert message == f"reading {path} needs zarr: pip install 'unet3d-parallel[microscopy]'"
+
+
+def damaged(text):
+    return lambda path: (path / "zarr.json").write_text(text)
+
+
+def with_axes(axes):
+    def change(found):
+        found["attributes"]["ome"]["multiscales"][0]["axes"] = axes
+
+    return lambda path: changed(path, change)
+
+
+def with_level(number=0, **values):
+    return lambda path: changed(path, lambda found: level_of(found, number).update(values))
+
+
+def with_array(**values):
+    return lambda path: changed(path / "0", lambda found: found.update(values))
+
+
+FAULTS = {
+    "zarr.json: Expecting value": damaged("no JSON"),
+    "zarr.json: it is [1, 2]": damaged("[1, 2]"),
+    "zarr.json: it is nested too deeply": damaged("[" * 100_000),
+    "NaN is not a number": with_level(coordinateTransformations=scaled([float("nan"), 1, 1])),
+    "axes have no names and units": with_axes(["z", "y", "x"]),
+    "axes.1.name is missing": with_axes([{"name": "z"}, {}, {"name": "x"}]),
+    "has 3 axes (9x17x21), named z,y,y": with_axes(axes_named("zyy")),
+    "named z,q,x; a volume needs z, y and x": with_axes(axes_named("zqx")),
+    "'parsec' is not one of length": with_axes(axes_named("zyx", "parsec")),
+    "has levels that disagree: level 1 covers": with_level(
+        1, coordinateTransformations=scaled(SPACING)
+    ),
+    "'affine' has no 3 numbers": with_level(coordinateTransformations=[{"type": "affine"}]),
+    "'scale' has no 3 numbers": with_level(coordinateTransformations=scaled([1, 2])),
+    "scale.0 must be greater than 0": with_level(coordinateTransformations=scaled([0, 1, 1])),
+    "lacks the array of its finest level": with_level(path="5"),
+    "leads out of the store": with_level(path="../scan.zarr/0"),
+    "lacks zarr.json or .zgroup": lambda path: (path / "zarr.json").unlink(),
+    "claims the shape 1e+30": with_array(shape=[10**30, 17, 21]),
+    "complex": with_array(data_type="complex64", fill_value=[0, 0]),
+    "no-such-codec": with_array(codecs=[{"name": "no-such-codec"}]),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_damaged_metadata_are_refused(tmp_path, message):
+    path = store(tmp_path / "scan.zarr")
+    FAULTS[message](path)
+    assert message in refusal(path, open_image)
+
+
+def test_chunks_larger_than_memory_are_refused(tmp_path):
+    zarr.create_array(tmp_path / "a.zarr", shape=[2**17] * 3, chunks=[2**17] * 3, dtype="u1")
+    assert "unpacking one chunk of 131072x131072x131072" in refusal(tmp_path / "a.zarr", open_image)
+
+
+@pytest.mark.parametrize("where", ["whole", "cut", "empty"])
+def test_damaged_chunks_are_refused(tmp_path, where):
+    path = store(tmp_path / "scan.zarr")
+    file = path / "0" / "c" / "0" / "0" / "0"
+    content = bytearray(file.read_bytes())
+    content[20 : len(content) - 200 : 3] = b"\0" * len(content[20 : len(content) - 200 : 3])
+    file.write_bytes({"whole": bytes(content), "cut": content[:-9], "empty": b""}[where])
+    message = refusal(path, lambda one: open_image(one).read())
+    assert ("of 0 bytes" if where == "empty" else "a chunk is damaged or incomplete") in message
+
+
+def test_files_larger_than_their_content_are_refused(tmp_path):
+    path = store(tmp_path / "scan.zarr")
+    with (path / "0" / "c" / "0" / "0" / "0").open("ab") as file:
+        file.truncate(2**24)
+    assert "c/0/0/0 of 16777216 bytes" in refusal(path, lambda one: open_image(one).read())
+
+
+@pytest.mark.parametrize("bomb", ["zarr.json", "0/c/0/0/0"])
+def test_zip_bombs_are_refused(tmp_path, bomb):
+    folder = store(tmp_path / "scan.zarr")
+    (folder / bomb).write_bytes(b" " * 2**26)
+    path = zipped(folder, zipfile.ZIP_DEFLATED)
+    message = refusal(path, lambda one: open_image(one).read())
+    assert "more than 33,554,432 bytes" in message or "takes up to" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\0" * 18])
+def test_damaged_zip_files_are_refused(tmp_path, content):
+    path = tmp_path / "scan.zarr.zip"
+    path.write_bytes(content)
+    refusal(path, open_image)
+
+
+def test_groups_and_files_that_are_no_volume_are_refused(tmp_path):
+    zarr.open_group(tmp_path / "many.zarr", mode="w")
+    store(tmp_path / "many.zarr" / "one")
+    assert f"such as {tmp_path / 'many.zarr' / 'one'}" in refusal(
+        tmp_path / "many.zarr", open_image
+    )
+    (tmp_path / "file.zarr").write_text("")
+    refusal(tmp_path / "file.zarr", open_image)
+    (tmp_path / "empty.zarr").mkdir()
+    assert "is not a zarr store" in refusal(tmp_path / "empty.zarr", open_image)
+    shutil.rmtree(tmp_path / "many.zarr")
+    with pytest.raises(VolumeError, match="there is no file or folder"):
+        open_image(tmp_path / "many.zarr")
