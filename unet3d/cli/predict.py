@@ -115,7 +115,7 @@ def predict(
 ) -> None:
     """Segment IMAGES: scan.nii.gz becomes scan_seg.nii.gz.
 
-    IMAGES are files, folders of files, or folders of DICOM slices.
+    IMAGES are files, folders of files, or folders of DICOM or TIFF slices.
     """
     if asked["goes_on"] and asked["overwrite"]:
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")

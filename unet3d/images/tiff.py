@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.config import Spacing
-from unet3d.errors import VolumeError, reason_of, some
+from unet3d.errors import VolumeError, counted, reason_of, some
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.memory_limits import refuse_beyond_memory
@@ -44,7 +44,7 @@ PLANE_AXES, CHANNEL_AXES = "ZIQ", "CS"
 """tifffile's letters of axes; I and Q are pages whose meaning the file does not state."""
 
 ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
-"""Keeps tifffile from opening other files that a file names."""
+"""Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 
 class _Opened(NamedTuple):
@@ -65,7 +65,7 @@ class _Opened(NamedTuple):
     def text(self) -> str:
         """What is in the file, for a message."""
         *shape, dtype = self.kind
-        return f"{len(self.planes)} pages of {times(shape)} {dtype}"
+        return f"{counted(len(self.planes), 'page')} of {times(shape)} {dtype}"
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -82,7 +82,7 @@ def members(path: Path) -> tuple[Path, ...]:
 def _sidecar(path: Path) -> Path | None:
     """Return nnU-Net's file of the spacing: ``case.json`` beside ``case_0000.tif``."""
     stem = volume_stem(path)
-    names = [f"{name}.json" for name in (re.sub(r"_\d{4}$", "", stem), stem) if name]
+    names = [f"{name}.json" for name in (stem, re.sub(r"_\d{4}$", "", stem)) if name]
     beside = (path.with_name(name) for name in names)
     return next((file for file in beside if os.path.isfile(file)), None)
 
@@ -164,11 +164,6 @@ def open_file(path: Path) -> Source:
     return Source(geometry, first.dtype, lambda scratch: stack)
 
 
-def _open(file: Path) -> _Opened:
-    with _tiff(file) as tiff:
-        return _described(file, tiff)
-
-
 @contextmanager
 def _tiff(file: Path) -> Iterator[Any]:
     """Open a file with tifffile; whatever it raises becomes a VolumeError."""
@@ -188,6 +183,11 @@ def _tiff(file: Path) -> Iterator[Any]:
     except Exception as error:  # a damaged file can raise anything in tifffile
         reason = reason_of(error) if isinstance(error, OSError) else printable(str(error))
         raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
+
+
+def _open(file: Path) -> _Opened:
+    with _tiff(file) as tiff:
+        return _described(file, tiff)
 
 
 def _described(file: Path, tiff: Any) -> _Opened:
@@ -211,14 +211,12 @@ def _described(file: Path, tiff: Any) -> _Opened:
             f"{file} has axes {printable(axes)} ({times(sizes)}) that do not end in Y, X and "
             "colours; save it as planes of one depth after another"
         )
+    places = _plane_axes_first(file, axes[:at], leading)
     planes = _planes(file, tiff, math.prod(leading))
-    order = np.arange(math.prod(leading)).reshape(leading)
-    order = order.transpose(_plane_axes_first(file, axes[:at], leading))
-    num_planes = math.prod(
-        size for axis, size in zip(axes[:at], leading, strict=True) if axis in PLANE_AXES
-    )
-    grouped = [[planes[number] for number in one] for one in order.reshape(num_planes, -1)]
-    return _Opened(file, np.dtype(page.dtype), list(grouped), _stated_mm(tiff))
+    num_planes = math.prod(leading[place] for place in places if axes[place] in PLANE_AXES)
+    order = np.arange(len(planes)).reshape(leading).transpose(places).reshape(num_planes, -1)
+    grouped: list[Sequence[Plane]] = [[planes[number] for number in one] for one in order]
+    return _Opened(file, np.dtype(page.dtype), grouped, _stated_mm(tiff))
 
 
 def _plane_axes_first(file: Path, axes: str, sizes: Sequence[int]) -> list[int]:

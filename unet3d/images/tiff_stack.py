@@ -124,7 +124,7 @@ class Stack:
             range(*part.indices(size)) for part, size in zip(box, self.shape, strict=True)
         )
         found = np.empty((len(numbers), len(channels), len(rows), len(columns)), self.dtype)
-        for place, number in enumerate(numbers):
+        for place, number in enumerate(numbers if found.size else ()):
             planes = self._planes[number]
             interleaved = planes[0].shape[2]
             for which in sorted({channel // interleaved for channel in channels}):

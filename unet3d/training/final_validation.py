@@ -25,6 +25,7 @@ from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels, label_of, values_of
 from unet3d.errors import counted
+from unet3d.images.files import written_suffix
 from unet3d.images.image import open_image
 from unet3d.images.labels import on_grid_of, read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
@@ -252,7 +253,7 @@ def _cases_record(
 
 def _file_of(case: Case) -> str:
     """Return the file name of a case's segmentation in ``validation/``."""
-    return f"{case.name}{ENDING}.nii.gz"
+    return f"{case.name}{ENDING}{written_suffix(case.images[0])}"
 
 
 def _worst_first(case: CaseScores) -> float:
