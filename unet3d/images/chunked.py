@@ -13,7 +13,7 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import times
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 
-KEPT_BYTES = 2**27
+KEPT_BYTES = 2**29
 """Most bytes of unpacked chunks to keep for the next planes of a volume read plane by plane."""
 
 

@@ -8,8 +8,8 @@ in a store as ``scan.ome.zarr/labels/NAME``.
 import logging
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +88,8 @@ class _Node:
 
     path: Path
     """The folder of the node, or the zip file."""
+    packed: zipfile.ZipFile | None
+    """The opened zip file; None for a folder."""
     inside: str
     """The path of the node in the zip file, with / at its end; empty in a folder."""
     zarr_format: int
@@ -96,21 +98,28 @@ class _Node:
     """The description of an array; None for a group."""
 
     @classmethod
-    def of(cls, path: Path, inside: str = "") -> "_Node | None":
+    def of(
+        cls, path: Path, packed: zipfile.ZipFile | None = None, inside: str = ""
+    ) -> "_Node | None":
         """Read the metadata of a node; None if there is none."""
-        described = _json(path, f"{inside}zarr.json")
+
+        def content(name: str) -> Any:
+            return _json(path / name) if packed is None else _packed_json(packed, inside + name)
+
+        described = content("zarr.json")
         if described is not None:
             attributes = described.get("attributes", {})
             array = described if described.get("node_type") == "array" else None
         else:
-            array = _json(path, f"{inside}.zarray")
-            if array is None and _json(path, f"{inside}.zgroup") is None:
+            array = content(".zarray")
+            if array is None and content(".zgroup") is None:
                 return None
-            attributes = _json(path, f"{inside}.zattrs") or {}
+            attributes = content(".zattrs") or {}
         if not isinstance(attributes, dict):
             raise ValueError(f"attributes are {shown(attributes)}")
         return cls(
             path=path,
+            packed=packed,
             inside=inside,
             zarr_format=2 if described is None else 3,
             attributes=attributes,
@@ -121,9 +130,9 @@ class _Node:
         """Return a node in this group; None if there is none."""
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(f"the path {shown(name)} leads out of the store")
-        if os.path.isfile(self.path):
-            return _Node.of(self.path, f"{self.inside}{name}/")
-        return _Node.of(self.path / name)
+        if self.packed is None:
+            return _Node.of(self.path / name)
+        return _Node.of(self.path, self.packed, f"{self.inside}{name}/")
 
     @property
     def ome(self) -> Mapping[str, Any]:
@@ -164,7 +173,8 @@ def open_file(path: Path) -> Source:
     if not os.path.exists(path):
         raise VolumeError(f"there is no file or folder {path}; name a volume")
     try:
-        return _open(path)
+        with _root(path) as node:
+            return _open(path, node)
     except VolumeError:
         raise
     except ValueError as error:
@@ -175,8 +185,7 @@ def open_file(path: Path) -> Source:
         raise unreadable(path, error) from error
 
 
-def _open(path: Path) -> Source:
-    node = _Node.of(path, "" if os.path.isdir(path) else _root_of_zip(path))
+def _open(path: Path, node: _Node | None) -> Source:
     if node is None:
         raise VolumeError(
             f"{path} is not a zarr store: it lacks {' or '.join(ZARR_METADATA)}; it is incomplete, "
@@ -204,7 +213,9 @@ def _open(path: Path) -> Source:
         axes, units = [one.name for one in pyramid.axes], [one.unit for one in pyramid.axes]
         scale, translation = pyramid.placed(level)
     library, is_label = _library(f"reading {path}"), "image-label" in node.ome
-    opened = library.open_array(path, array.path, array.inside, array.zarr_format, is_label)
+    opened = library.open_array(
+        path, array.path, array.packed, array.inside, array.zarr_format, is_label
+    )
     if pyramid is not None and array is not node:
         _refuse_uneven(path, node, pyramid)
     return _source(path, opened, axes, units, scale, translation)
@@ -281,34 +292,42 @@ def _refuse_uneven(path: Path, group: _Node, pyramid: _Multiscale) -> None:
             )
 
 
-def _json(path: Path, name: str) -> Any:
-    """Return the content of a file of metadata in a folder or a zip file; None if it is missing."""
+def _json(path: Path) -> Any:
+    """Return the content of a file of metadata; None if it is missing."""
     try:
-        if not os.path.isfile(path):
-            file = path / name
-            found = read_json(file) if os.path.lexists(file) else None
-        else:
-            with zipfile.ZipFile(path) as packed:
-                if name not in packed.namelist():
-                    return None
-                with packed.open(name) as member:
-                    content = member.read(MAX_JSON_BYTES + 1)
-            if len(content) > MAX_JSON_BYTES:
-                raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
-            found = plain_json(content)
+        return _object(read_json(path)) if os.path.lexists(path) else None
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def _packed_json(packed: zipfile.ZipFile, name: str) -> Any:
+    """Return the content of a file of metadata in a zip file; None if it is missing."""
+    try:
+        if packed.getinfo(name).file_size > MAX_JSON_BYTES:  # no more is ever unpacked
+            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        return _object(plain_json(packed.read(name)))
+    except KeyError:
+        return None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{name}: it is {shown(found)}")
+
+
+def _object(found: Any) -> Any:
+    if not isinstance(found, dict):
+        raise ValueError(f"it is {shown(found)}")
     return found
 
 
-def _root_of_zip(path: Path) -> str:
-    """Return the folder in a zip file that is the store, with / at its end; usually empty."""
+@contextmanager
+def _root(path: Path) -> Iterator[_Node | None]:
+    """Yield the outermost node in a folder or a zip file, in which it may be in a folder."""
+    if os.path.isdir(path):
+        yield _Node.of(path)
+        return
     with zipfile.ZipFile(path) as packed:
         names = [name for name in packed.namelist() if name.rpartition("/")[2] in ZARR_METADATA]
-    shallowest = min(names, key=lambda name: (name.count("/"), name), default="")
-    return shallowest[: shallowest.rfind("/") + 1]
+        first = min(names, key=lambda name: (name.count("/"), name), default="")
+        yield _Node.of(path, packed, first[: first.rfind("/") + 1])
 
 
 def _instead(path: Path) -> str:
@@ -329,8 +348,7 @@ def _library(what: str) -> ModuleType:
 def label_names(path: Path) -> dict[int, str]:
     """Return the name of each label value, or an empty mapping; damaged names are left out."""
     names: dict[int, str] = {}
-    with suppress(OSError, ValueError, zipfile.BadZipFile):
-        node = _Node.of(path, "" if os.path.isdir(path) else _root_of_zip(path))
+    with suppress(OSError, ValueError, zipfile.BadZipFile), _root(path) as node:
         described = {} if node is None else node.ome.get("image-label")
         listed = described.get("properties") if isinstance(described, dict) else None
         for one in listed if isinstance(listed, list) else ():

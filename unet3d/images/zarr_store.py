@@ -73,18 +73,22 @@ class CheckedStore(WrapperStore[Any]):
 
 
 def open_array(
-    volume: Path, path: Path, inside: str, zarr_format: Any, is_sparse: bool = False
+    volume: Path,
+    path: Path,
+    packed: zipfile.ZipFile | None,
+    inside: str,
+    zarr_format: Any,
+    is_sparse: bool = False,
 ) -> Any:
     """Open an array in a store of a volume, but read no voxels.
 
     The path is its folder, or the zip file that holds it at the path ``inside``.
     """
-    if path.is_dir():
+    if packed is None:
         store = CheckedStore(LocalStore(path, read_only=True))
     else:
         store = CheckedStore(ZipStore(path, mode="r", read_only=True))
-        with zipfile.ZipFile(path) as file:
-            store.sizes = {one.filename: one.file_size for one in file.infolist()}
+        store.sizes = {one.filename: one.file_size for one in packed.infolist()}
     store.path, store.volume, store.is_sparse = path, volume, is_sparse
     array = zarr.open_array(store, mode="r", path=inside, zarr_format=zarr_format)
     shape, file_shape = array.shape, array.shards or array.chunks
