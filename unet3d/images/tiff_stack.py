@@ -14,12 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
+from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
 MAX_RATIO = 2**16
 """Bound on the ratio of unpacked to packed size; zstd packs constant voxels about 32,000 times."""
+
+MAX_THREADS = 8
+"""More threads would unpack planes faster than they can be used."""
 
 DAMAGED = "it is damaged or incomplete: copy it again"
 
@@ -124,14 +129,19 @@ class Stack:
             range(*part.indices(size)) for part, size in zip(box, self.shape, strict=True)
         )
         found = np.empty((len(numbers), len(channels), len(rows), len(columns)), self.dtype)
-        for place, number in enumerate(numbers if found.size else ()):
+
+        def fill(number: int) -> None:
             planes = self._planes[number]
             interleaved = planes[0].shape[2]
             for which in sorted({channel // interleaved for channel in channels}):
                 part = _read(planes[which], rows, columns, number + 1)
                 for channel in channels:
                     if channel // interleaved == which:
-                        found[place, channel - channels.start] = part[..., channel % interleaved]
+                        target = found[number - numbers.start, channel - channels.start]
+                        target[:] = part[..., channel % interleaved]
+
+        if found.size:
+            in_threads(fill, numbers, min(MAX_THREADS, num_cores()))
         return found.transpose(3, 2, 0, 1)
 
 
