@@ -22,6 +22,7 @@ from unet3d.images.geometry import same_grid
 from unet3d.images.image import open_image
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
+from unet3d.inference.pairing import find_pairs
 from unet3d.preparation.cache import Cache
 
 tifffile = pytest.importorskip("tifffile")
@@ -208,6 +209,16 @@ def test_a_folder_of_slices_is_a_volume_in_natural_order(tmp_path):
     np.testing.assert_array_equal(read_image(by_ten), ours(ARRAY))
     coloured = slices_in(tmp_path / "coloured", array=COLOURS)
     np.testing.assert_array_equal(read_image(coloured), ours(COLOURS, "ZYXS"))
+
+
+def test_folders_of_slices_are_paired_with_label_maps(tmp_path):
+    labels = tmp_path / "labels"
+    labels.mkdir()
+    folder = slices_in(labels / "case", array=ARRAY % 3)
+    seg = written(tmp_path / "case.tif", ARRAY % 3)
+    assert find_pairs(seg, folder).pairs == [(seg, folder)]
+    assert find_pairs(seg, labels).pairs == [(seg, folder)]
+    np.testing.assert_array_equal(read_label(folder).array, read_label(seg).array)
 
 
 def test_other_folders_are_not_volumes(tmp_path):

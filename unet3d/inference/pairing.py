@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
-from unet3d.images.files import is_collection, is_volume_file, stands_for_volume, volume_stem
+from unet3d.images.files import (
+    is_collection,
+    is_volume_file,
+    is_volume_folder,
+    stands_for_volume,
+    volume_stem,
+)
 from unet3d.images.image import open_source
 
 
@@ -27,9 +33,9 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
     for path in (predictions, labels):
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
-        if not is_collection(path):
+        if not _is_list(path):
             open_source(path)
-    if not is_collection(predictions) and not is_collection(labels):
+    if not _is_list(predictions) and not _is_list(labels):
         return FoundPairs(pairs=[(predictions, labels)])
     label_of = _by_stem(labels)
     prediction_of: dict[str, Path] = {}  # by the stem of the label map
@@ -54,7 +60,7 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
             f"segmentation the name of its label map, and move others elsewhere{advice}"
         )
     # A user who names one segmentation asks only for that one.
-    without = sorted(label_of.keys() - prediction_of.keys()) if is_collection(predictions) else []
+    without = sorted(label_of.keys() - prediction_of.keys()) if _is_list(predictions) else []
     return FoundPairs(
         pairs=[(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)],
         without_prediction=tuple(without),
@@ -62,14 +68,23 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
     )
 
 
+def _is_list(path: Path) -> bool:
+    """Return whether a path is a folder of volumes, not of the slices of one."""
+    return is_collection(path) and not is_volume_folder(path)
+
+
+def _is_volume(path: Path) -> bool:
+    return stands_for_volume(path) or is_volume_folder(path)
+
+
 def _by_stem(path: Path) -> dict[str, Path]:
     try:
-        files = sorted(filter(stands_for_volume, path.iterdir())) if is_collection(path) else [path]
+        files = sorted(filter(_is_volume, path.iterdir())) if _is_list(path) else [path]
     except OSError as error:
         raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
     found: dict[str, Path] = {}
     for file in files:
-        if file.name.startswith(".") or not is_volume_file(file):
+        if file.name.startswith(".") or not (is_volume_file(file) or is_volume_folder(file)):
             continue
         stem = volume_stem(file)
         if stem in found:
