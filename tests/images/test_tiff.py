@@ -127,6 +127,16 @@ def test_a_large_file_of_imagej_describes_its_first_page_alone(tmp_path):
     np.testing.assert_array_equal(read_image(path), ours(ARRAY))
 
 
+@pytest.mark.parametrize("is_ome", [False, True])
+def test_of_a_pyramid_the_whole_image_is_read(tmp_path, is_ome):
+    path = tmp_path / "scan.tif"
+    options = {"tile": (16, 16), "photometric": "minisblack", "compression": "zlib"}
+    with tifffile.TiffWriter(path, ome=is_ome) as writer:
+        writer.write(ARRAY, subifds=1, metadata={"axes": "ZYX"}, **options)
+        writer.write(ARRAY[:, ::2, ::2], subfiletype=1, **options)
+    np.testing.assert_array_equal(read_image(path), ours(ARRAY))
+
+
 def test_spacing_of_ome_and_imagej_and_resolution(tmp_path):
     path = tmp_path / "scan.tif"
     sizes = {"PhysicalSizeX": 10, "PhysicalSizeY": 12, "PhysicalSizeZ": 25.5}

@@ -191,13 +191,15 @@ def _open(file: Path) -> _Opened:
 
 
 def _described(file: Path, tiff: Any) -> _Opened:
-    if len(tiff.series) > 1:
-        shapes = some([times(one.shape) for one in tiff.series], 4)
+    # Copies of reduced size are levels of a pyramid, or thumbnails.
+    found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
+    if len(found) > 1:
+        shapes = some([times(one.shape) for one in found], 4)
         raise VolumeError(
-            f"{file} holds {len(tiff.series)} images of different sizes or types, {shapes}; save "
-            "one of them as a file of its own"
+            f"{file} holds {len(found)} images of different sizes or types, {shapes}; save one of "
+            "them as a file of its own"
         )
-    series = tiff.series[0]
+    series = found[0]
     page = series.keyframe
     axes, sizes = series.get_axes(False), series.get_shape(False)
     separate, depth, rows, columns, interleaved = page.shaped
@@ -212,7 +214,7 @@ def _described(file: Path, tiff: Any) -> _Opened:
             "colours; save it as planes of one depth after another"
         )
     places = _plane_axes_first(file, axes[:at], leading)
-    planes = _planes(file, tiff, math.prod(leading))
+    planes = _planes(file, series, math.prod(leading))
     num_planes = math.prod(leading[place] for place in places if axes[place] in PLANE_AXES)
     order = np.arange(len(planes)).reshape(leading).transpose(places).reshape(num_planes, -1)
     grouped: list[Sequence[Plane]] = [[planes[number] for number in one] for one in order]
@@ -237,12 +239,14 @@ def _plane_axes_first(file: Path, axes: str, sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(axes)), key=lambda place: axes[place] not in PLANE_AXES)
 
 
-def _planes(file: Path, tiff: Any, number: int) -> list[Plane]:
+def _planes(file: Path, series: Any, number: int) -> list[Plane]:
     """Return all planes of a file in its order; VolumeError if voxels are missing."""
-    series = tiff.series[0]
     page = series.keyframe
     separate, _, rows, columns, interleaved = page.shaped
-    shape, dtype = (rows, columns, interleaved), np.dtype(page.dtype).newbyteorder(tiff.byteorder)
+    shape, dtype = (
+        (rows, columns, interleaved),
+        np.dtype(page.dtype).newbyteorder(page.parent.byteorder),
+    )
     if series.dataoffset is not None:  # all planes are plain, and one follows another
         num_bytes = math.prod(shape) * dtype.itemsize
         begins = series.dataoffset + num_bytes * np.arange(number)[:, None]
