@@ -418,6 +418,16 @@ def test_missing_strips_and_damaged_ones_are_refused(tmp_path):
     assert "lacks voxels of plane 4 of 7; it is damaged" in refusal(path, open_image)
 
 
+def test_plain_strips_that_are_too_short_are_refused(tmp_path):
+    path = written(tmp_path / "scan.tif", metadata=None, rowsperstrip=7)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tag = tiff.pages[3].tags["StripByteCounts"]
+        counts = list(tag.value)
+        counts[1] -= 50
+        tag.overwrite(counts)
+    assert "claims 40x50x1 voxels for plane" in refusal(path, open_image)
+
+
 def test_a_file_cannot_make_tifffile_open_another(tmp_path):
     first, second = tmp_path / "one.ome.tif", tmp_path / "two.ome.tif"
     pages = "".join(

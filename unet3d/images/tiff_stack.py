@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
+from unet3d.images.files import times
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -95,23 +96,22 @@ class Plane(NamedTuple):
         """Refuse a plane with strips or tiles that are missing or lie beyond the file's end."""
         across = math.ceil(self.shape[1] / self.chunk[1])
         number = across * math.ceil(self.shape[0] / self.chunk[0])
-        num_bytes, file_bytes = (
-            math.prod(self.shape) * self.dtype.itemsize,
-            os.path.getsize(self.file),
-        )
         found = min(len(self.offsets), len(self.sizes))
         if found < number or min(self.offsets.min(), self.sizes.min()) < 1:
             raise VolumeError(f"{self.file} lacks voxels of {name}; {DAMAGED}")
-        end, packed_bytes = int((self.offsets + self.sizes).max()), int(self.sizes.sum())
+        end, file_bytes = int((self.offsets + self.sizes).max()), os.path.getsize(self.file)
         if end > file_bytes:
             raise VolumeError(
                 f"{self.file} should have {name} up to byte {end}, but has only {file_bytes} "
                 f"bytes; {DAMAGED}"
             )
-        if num_bytes > packed_bytes * (1 if self.layout is None else MAX_RATIO):
+        first_rows = np.arange(number) // across * self.chunk[0]
+        rows = np.minimum(self.chunk[0], self.shape[0] - first_rows)
+        needed = rows * self.chunk[1] * self.shape[2] * self.dtype.itemsize
+        if (needed > self.sizes * (1 if self.layout is None else MAX_RATIO)).any():
             raise VolumeError(
-                f"{self.file} claims {num_bytes} bytes for {name}, which cannot be in "
-                f"{packed_bytes} bytes of the file; {DAMAGED}"
+                f"{self.file} claims {times(self.shape)} voxels for {name}, which cannot be in "
+                f"{int(self.sizes.sum())} bytes of the file; {DAMAGED}"
             )
 
 
