@@ -1,13 +1,21 @@
 """OME-Zarr and plain zarr arrays, written by zarr itself, against NumPy."""
 
 import json
+import math
 import shutil
+import sys
 import zipfile
+from contextlib import suppress
+from functools import partial
 
+import nibabel as nib
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.images.samples import refusal, write_volume
+from tests.mutations import mutated, property_test
 from unet3d.errors import VolumeError
 from unet3d.images import zarr_store
 from unet3d.images.files import members, stands_for_volume, volume_stem, written_suffix
@@ -251,7 +259,6 @@ def test_a_store_is_replaced_as_a_whole_or_kept(tmp_path):
 
 def test_labels_of_a_turned_scan_lie_where_the_scan_lies(tmp_path):
     affine = np.array([[0, -2.0, 0, 5], [0, 0, 3, -1], [-1, 0, 0, 2], [0, 0, 0, 1]])
-    nib = pytest.importorskip("nibabel")
     nib.save(nib.Nifti1Image(np.ones((4, 5, 6), np.uint8), affine), tmp_path / "scan.nii")
     scan = open_image(tmp_path / "scan.nii")
     labels = np.arange(120, dtype=np.uint16).reshape(scan.shape[1:]) + 400
@@ -264,7 +271,7 @@ def test_labels_of_a_turned_scan_lie_where_the_scan_lies(tmp_path):
 
 def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
     path = store(tmp_path / "scan.zarr")
-    monkeypatch.setitem(__import__("sys").modules, "zarr", None)
+    monkeypatch.setitem(sys.modules, "zarr", None)
     message = refusal(path, open_image)
     assert message == f"reading {path} needs zarr: pip install 'unet3d-parallel[microscopy]'"
 
@@ -372,3 +379,27 @@ def test_groups_and_files_that_are_no_volume_are_refused(tmp_path):
     shutil.rmtree(tmp_path / "many.zarr")
     with pytest.raises(VolumeError, match="there is no file or folder"):
         open_image(tmp_path / "many.zarr")
+
+
+@pytest.fixture(scope="module", params=["0.4", "0.5"])
+def sound(tmp_path_factory, request):
+    """Return a store, and its files of metadata with their content."""
+    path = store(tmp_path_factory.mktemp("sound") / "scan.zarr", version=request.param)
+    names = ("zarr.json", "0/zarr.json") if request.param == "0.5" else (".zattrs", "0/.zarray")
+    return path, {path / name: json.loads((path / name).read_text()) for name in names}
+
+
+@partial(property_test, share=0.3)
+@given(data=st.data())
+def test_metadata_may_be_anything(sound, data):
+    path, contents = sound
+    file = data.draw(st.sampled_from(list(contents)))
+    file.write_text(json.dumps(data.draw(mutated(contents[file])), default=repr, skipkeys=True))
+    try:
+        with suppress(VolumeError):
+            image = open_image(path)
+            if math.prod(image.shape) < 2**20:
+                image.whole()
+        assert isinstance(read_label_names(path), dict) and members(path)
+    finally:
+        file.write_text(json.dumps(contents[file]))

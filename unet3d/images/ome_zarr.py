@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from unet3d.errors import VolumeError
 from unet3d.images.chunked import ChunkedVoxels
-from unet3d.images.files import ZARR_METADATA, times
-from unet3d.images.geometry import Geometry, geometry_of_affine, is_sheared
+from unet3d.images.files import ZARR_METADATA, is_store, times
+from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import NAMES, length_mm, package, unit_mm, whole_spacing
 from unet3d.images.source import Source, unreadable, whole_axes
@@ -54,8 +54,14 @@ class _Transform(BaseModel):
     translation: list[Number] | None = None
 
 
+def _inside(path: str) -> str:
+    if ".." in Path(path).parts or Path(path).is_absolute():
+        raise ValueError(f"{shown(path)} leads out of the store")
+    return path
+
+
 class _Level(BaseModel):
-    path: str
+    path: Annotated[str, AfterValidator(_inside)]
     coordinateTransformations: list[_Transform] = []
 
 
@@ -128,8 +134,6 @@ class _Node:
 
     def child(self, name: str) -> "_Node | None":
         """Return a node in this group; None if there is none."""
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            raise ValueError(f"the path {shown(name)} leads out of the store")
         if self.packed is None:
             return _Node.of(self.path / name)
         return _Node.of(self.path, self.packed, f"{self.inside}{name}/")
@@ -346,18 +350,12 @@ def _library(what: str) -> ModuleType:
 
 
 def label_names(path: Path) -> dict[int, str]:
-    """Return the name of each label value, or an empty mapping; damaged names are left out."""
-    names: dict[int, str] = {}
-    with suppress(OSError, ValueError, zipfile.BadZipFile), _root(path) as node:
-        described = {} if node is None else node.ome.get("image-label")
-        listed = described.get("properties") if isinstance(described, dict) else None
-        for one in listed if isinstance(listed, list) else ():
-            value, name = (
-                (one.get("label-value"), one.get("name")) if isinstance(one, dict) else (0, "")
-            )
-            if isinstance(value, int) and value > 0 and isinstance(name, str) and name:
-                names[value] = printable(name)
-    return names
+    """Return the name of each label value that a store states, or an empty mapping."""
+    with suppress(Exception), _root(path) as node:  # a damaged store can raise anything
+        listed = [] if node is None else node.ome["image-label"]["properties"]
+        named = {int(one["label-value"]): printable(one["name"]) for one in listed}
+        return {value: name for value, name in named.items() if value > 0 and name}
+    return {}
 
 
 def write_labels(
@@ -368,9 +366,8 @@ def write_labels(
     The unit is that of the scan's file. An axis is not halved while its spacing is twice as coarse
     as another's.
     """
-    if is_sheared(geometry.affine) or not np.allclose(
-        geometry.affine[:3, :3], np.diag(geometry.affine.diagonal()[:3]), atol=0, rtol=1e-4
-    ):
+    turned = geometry.affine[:3, :3] - np.diag(geometry.affine.diagonal()[:3])
+    if np.abs(turned).max() > 1e-3 * min(geometry.spacing_mm):
         logger.warning("%s is written without the rotation of its scan: OME-Zarr has none", path)
     library = _library(f"writing {path}")
     unit = geometry.unit or NAMES[Units.of(geometry.spacing_mm).length]
@@ -402,7 +399,7 @@ def write_labels(
         ],
         "properties": [{"label-value": value, "name": name} for value, name in names.items()],
     }
-    if os.path.isdir(geometry.path):
+    if is_store(geometry.path):
         described["source"] = {"image": os.path.relpath(geometry.path, path)}
     multiscale = {
         "name": "labels",
