@@ -90,9 +90,10 @@ def train(
     ranks = begin_as_rank(quiet)
     changes = dict(settings.changes)
     if changes.get("training.init") is not None:
-        from unet3d.runs.finding import checkpoint_in, refuse_other_file
+        from unet3d.nnunet.model_files import network_in
+        from unet3d.runs.finding import refuse_other_file
 
-        changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
+        changes["training.init"] = network_in(Path(changes["training.init"]))
         refuse_other_file(changes["training.init"])
     request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     if ranks.is_first:

@@ -27,7 +27,7 @@ from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.inputs.plain_data import is_printable, printable
 from unet3d.inputs.reading import open_regular
 from unet3d.memory.host import readable
-from unet3d.runs.finding import checkpoints_in
+from unet3d.runs.finding import checkpoints_in, only_one
 from unet3d.runs.run_folder import RunFolder
 
 PLANS = "plans.json"
@@ -83,6 +83,11 @@ def networks_in(
         return files
     by_fold = {ALL if (fold := fold_of(file)) is None else fold: file for file in files}
     return _chosen(by_fold, folds, path)
+
+
+def network_in(path: Path) -> Path:
+    """Return the only checkpoint that a path stands for, of unet3d or of nnU-Net."""
+    return only_one(path, networks_in(path))
 
 
 def known_as(path: Path) -> Path:

@@ -90,7 +90,11 @@ def refuse_other_file(path: Path) -> None:
 
 def checkpoint_in(path: Path) -> Path:
     """Return the only checkpoint that a path names."""
-    found = checkpoints_in(path)
+    return only_one(path, checkpoints_in(path))
+
+
+def only_one(path: Path, found: Sequence[Path]) -> Path:
+    """Return the only one of the checkpoints of a path, or raise CheckpointError."""
     if len(found) > 1:
         raise CheckpointError(f"{path} has several checkpoints: {some(found)}; name one of them")
     return found[0]
