@@ -209,6 +209,7 @@ def report_end(error: BaseException) -> None:
             "extraInfo": {"py_callstack": shown, "timestamp": str(int(now))},
         },
         "kind": kind,
+        "types": [one.__name__ for one in type(error).__mro__],
         "signal": error.signal_number if isinstance(error, Interrupted) else 0,
         "time": now,
     }

@@ -94,8 +94,8 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment scans, and return the segmentations, old and new; all ranks call it.
 
-    Started processes write to the terminal; if ``say`` is given, it gets the lines of their stderr
-    instead, and their stdout is discarded.
+    Started processes write to the terminal; if ``say`` is given, they log their results, too, and
+    it gets the lines of their logs.
 
     Raises Unet3dError, also at the end if some scans could not be segmented.
     """
@@ -300,7 +300,7 @@ def _start_ranks(
         path = folder / "request.json"
         path.write_text(json.dumps(asked.model_dump(mode="json")))
         launch(
-            [RANK_COMMAND, str(path)],
+            [RANK_COMMAND, str(path), *["--log"] * (say is not None)],
             folder,
             num_ranks=dims.num_processes,
             max_restarts=0,
