@@ -49,6 +49,7 @@ ERRORS = [
     ("predict CT/", "there is no file or folder CT; name a scan, or a folder"),
     ("predict text.pt", "text.pt has no known file ending"),
     ("predict scan.nii.gz -o seg.png", "seg.png: a segmentation ends in .nii.gz or .nii"),
+    ("predict scan.nii.gz -o text.pt/", "text.pt is not a writable folder; choose another"),
     ("predict scan.nii.gz -o text.pt/seg.nii", "text.pt is not a writable folder"),
     ("predict scan.nii.gz -o there.nii", "there.nii exists; add --overwrite to replace it"),
     ("predict full", "full holds no volumes to segment"),

@@ -80,12 +80,16 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             _, is_extra, extra = error.message.partition(" extra argument")
-            flag = next(
-                (after[word] for word in extra.split("(")[-1][:-1].split() if word in after), ""
-            )
-            advice = f"{flag} takes no value" if flag else "use quotes if a name has spaces"
             if not is_extra:
                 raise
+            words = extra.partition("(")[2].removesuffix(")").split()
+            flag = next((after[word] for word in words if word in after), None)
+            if flag is not None:
+                advice = f"{flag} takes no value"
+            elif all(re.fullmatch(r"[\d.,\]]+", word) for word in words):
+                advice = "join numbers with commas, without spaces"
+            else:
+                advice = "use quotes if a name has spaces"
             raise click.UsageError(f"{error.message}; {advice}", ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:

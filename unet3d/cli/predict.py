@@ -84,7 +84,8 @@ if TYPE_CHECKING:
 )
 @grouped(
     "Output",
-    output_option("File or folder; default: beside each image."),
+    # Text, because a path does not keep the / at the end of a folder.
+    output_option("File or folder; default: beside each image.", type_=click.Path()),
     click.option(
         "--statistics", is_flag=True, help="Also write volume and intensity of each label, as JSON."
     ),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from unet3d.config import Config, ParallelSettings
 from unet3d.errors import ConfigError
@@ -22,6 +22,9 @@ class PredictionRequest(BaseModel):
     """The networks' files; several are averaged."""
     output: Path | None = None
     """File or folder of the segmentations; None: beside each image."""
+    in_folder: bool = False
+    """Whether ``output`` is a folder, even if its name has an ending; text that ends in / says so.
+    """
     settings: Mapping[str, Any] = {}
     """Settings of windows and devices, dotted key to value; others are as in training."""
     statistics: bool = False
@@ -38,6 +41,15 @@ class PredictionRequest(BaseModel):
     """Whether complete results are kept, also of a single scan, and incomplete ones replaced."""
     overwrite: bool = False
     """Whether results are replaced."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_folder(cls, values: Any) -> Any:
+        """Note the / at the end of the output, which a path does not keep."""
+        output = values.get("output") if isinstance(values, dict) else None
+        if isinstance(output, str) and output.endswith("/"):
+            return {**values, "in_folder": True}
+        return values
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "PredictionRequest":

@@ -59,7 +59,8 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
-        os.path.isdir(output)
+        request.in_folder
+        or os.path.isdir(output)
         or not output.suffix
         or (several and not is_volume_file(output))  # such as results.v2
     )
@@ -105,7 +106,7 @@ def refuse_early(request: PredictionRequest) -> None:
             _volumes_in(path)
         elif len(inputs) == 1:  # of several, others may be segmented
             open_source(path)
-            if output is None or os.path.isdir(output):
+            if output is None or request.in_folder or os.path.isdir(output):
                 place = _place(volume_stem(path), path, output)
             elif output.suffix:
                 place = output
