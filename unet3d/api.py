@@ -66,7 +66,7 @@ Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[An
 """A file or folder, one file per channel, a nibabel image, or an array."""
 
 _training = Lock()
-"""One training at a time: random state and thread count of PyTorch belong to the whole process."""
+"""Held while training: PyTorch's random state and thread count belong to the whole process."""
 
 
 class Segmenter:

@@ -71,7 +71,7 @@ class Command(click.Command):
         }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; errors say what is often behind them."""
+        """Read the arguments; an error about extra arguments names the likely cause."""
         if "" in args:  # a shell's variable that is not set; as a path it would be this folder
             raise click.UsageError("an argument is empty; name what it stands for", ctx)
         flags = {name for option in self.params if _is_flag(option) for name in option.opts}

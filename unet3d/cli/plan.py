@@ -178,7 +178,7 @@ def plan(
 
 
 def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
-    """Show the memory of every placement, then the largest volume of each as it is found."""
+    """Show the memory of all placements; then search for and show each one's largest volume."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 

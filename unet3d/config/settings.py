@@ -142,7 +142,7 @@ def _of_augmentation(details: dict[str, Any]) -> dict[str, Any]:
 
 
 class PatchSettings(Section):
-    """The training crops."""
+    """The training patches."""
 
     size: Annotated[Literal["auto", "whole"] | Shape, FEW_VOXELS] = "auto"
     """Voxels along X, Y, Z; auto: as many as fit into ``patches.memory_gib`` with a batch of two,

@@ -121,7 +121,7 @@ def fold_cases(
 
     The folds are the data set's own (``splits_final.json``, else ``fold`` keys), else one fold with
     its own validation cases, else folds drawn with the seed, in which every case is validated once.
-    A fold of none trains on every case.
+    With fold ``none``, every case is for training.
     """
     if fold == "none":
         return dataset.cases, ()
@@ -208,7 +208,7 @@ class _Description:
     def _add_those_of_nnunet(self) -> None:
         """Add the cases of an nnU-Net v2 raw folder, found by name or listed in ``dataset``.
 
-        A name is that of a case if it has a label map or the image of a channel.
+        A name counts as a case if there is a label map or an image of a channel with that name.
         """
         ending = self.tree["file_ending"]
         if not isinstance(ending, str) or ending.lower() not in SUFFIXES:

@@ -173,7 +173,7 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
 
 
 LabelChoice = Mapping[str, Sequence[int | str]] | Sequence[int | str]
-"""New names with the labels merged to each, or labels that keep their names; by name or value."""
+"""The labels to use, by name or value: a list, or new names, each with the labels to merge."""
 
 Labelled = TypeVar("Labelled", bound=Labels)
 

@@ -50,7 +50,8 @@ SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US
 MAX_VALUE_BYTES = 2**12
 
 SAME = 1e-3
-"""Tolerance for equal direction cosines and positions in mm, and relative one for spacings."""
+"""Absolute tolerance for direction cosines and for positions in mm; relative tolerance for
+spacings."""
 
 DAMAGED = "it is damaged or incomplete: move it out of the folder, or export the series again"
 
@@ -121,7 +122,7 @@ class Slice(BaseModel):
 
     @property
     def title(self) -> str:
-        """The name of its series, for messages."""
+        """The name of the slice's series, for messages."""
         return printable(self.SeriesDescription or f"series {self.SeriesNumber}")
 
     @property

@@ -30,7 +30,8 @@ Orientation = npt.NDArray[np.float64]
 RAS: Orientation = nib.io_orientation(np.eye(4))
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
-"""From ITK's and DICOM's axes, to the patient's left and back, to NIfTI's, to right and front."""
+"""Converts axes of ITK and DICOM (to the patient's left and back) to NIfTI's (to right and
+front)."""
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
 """Units by their NIfTI codes, for metre and micrometre; every other code counts as mm."""

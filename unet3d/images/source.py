@@ -173,7 +173,7 @@ def source_in_file(
 
 
 def _refuse_tail(path: Path, num_bytes: int) -> None:
-    """Refuse a file that continues: the shape in its header may be too small, and voxels wrong."""
+    """Refuse a file with many bytes after the voxels: the shape in its header may be too small."""
     if num_bytes > MAX_TAIL_BYTES:
         raise VolumeError(
             f"{path} has more than {MAX_TAIL_BYTES} bytes after the voxels that its "
@@ -199,7 +199,7 @@ def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int
 
 
 def _unpack_zlib(path: Path, start: int, offset: int, target: memoryview) -> int:
-    """Do the same for a zlib stream that begins with the voxels."""
+    """Fill ``target`` from a zlib stream, as :func:`_unpack_gzip` does from a gzip file."""
     inflater, done, tail_bytes = isal_zlib.decompressobj(), 0, 0
     with path.open("rb") as file:
         file.seek(start)

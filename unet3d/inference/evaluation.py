@@ -68,7 +68,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, cases: Sequence[CaseScores], scored: ScoredLabels, **more: Any) -> "Evaluation":
-        """Return the evaluation of cases that have only the scores of their own labels."""
+        """Return the evaluation of cases, and give each an empty score for labels that it lacks."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
         labels = tuple(label for label in order if label in there)

@@ -36,9 +36,9 @@ class Planes:
     """Voxels along X, Y, Z."""
     num_channels: int
     make: Make | None
-    """None: another rank has the image."""
+    """Returns planes; None: another rank has the image."""
     share: Share | None = None
-    """None: no other rank needs the planes."""
+    """Sends planes from the first rank to the others; None: no other rank needs them."""
 
     @classmethod
     def of(cls, image: Tensor) -> "Planes":

@@ -66,7 +66,7 @@ class Progress:
     """Receives the progress of a prediction, and logs it."""
 
     def said(self, line: str) -> None:
-        """Receive the result of a scan."""
+        """Receive a line about a finished scan: its files, and the time or why it was kept."""
         logger.info("%s", line)
 
     def warned(self, what: str, line: str) -> None:
@@ -82,7 +82,7 @@ class Progress:
         """Receive the current stage of work on the scan, such as ``reading``."""
 
     def windows_done(self, done: int, total: int) -> None:
-        """Receive the number of windows done; 0 starts over, such as with fewer at a time."""
+        """Receive how many windows are done; 0 if the scan starts over, as in smaller batches."""
 
 
 def predict(

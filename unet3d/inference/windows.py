@@ -121,7 +121,7 @@ class Windows:
     inside: tuple[slice, ...]
     """Where the volume is in the padded volume: centred."""
     axis: int
-    """The axis along which windows advance last, the volume's longest."""
+    """The volume's longest axis; windows are ordered by their starts along it."""
     shape: Shape
     """Voxels of each window."""
     starts: list[tuple[int, ...]]

@@ -142,7 +142,7 @@ def was_folded(x: Tensor) -> bool:
 
 
 def mark(x: Tensor, name: str, numbers: Tensor) -> Tensor:
-    """Mark a tensor with numbers that depend on its values, and return it."""
+    """Attach numbers that were computed from a tensor's values to the tensor, and return it."""
     setattr(x, name, (numbers, version(x)))
     return x
 

@@ -99,9 +99,9 @@ def offer(
     """Register how to recompute a tensor that was just computed, if a context asks for it.
 
     ``recompute`` returns it in the same layout except for zeros around Z
-    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway, and
-    of these only the ``source`` may be large. With a source, only large tensors are recomputed;
-    without one, as in a recomputed part of the network, tensors of any size.
+    (:mod:`unet3d.kernels.maps`). It may only hold tensors that are kept for backward anyway, and
+    none but the ``source`` may be large. With a source, only large tensors are recomputed; without
+    one, as in a recomputed part of the network, tensors of any size.
     """
     known = _known.get()
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):

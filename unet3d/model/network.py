@@ -1,6 +1,6 @@
-"""Networks as lists of blocks, which cuts divide into stages, and running the blocks.
+"""Networks as lists of blocks: how blocks run, and how cuts divide a network into stages.
 
-Any chain of modules becomes such a network.
+Any chain of modules can become such a network.
 """
 
 from abc import ABC, abstractmethod

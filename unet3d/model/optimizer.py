@@ -71,7 +71,7 @@ class Optimization:
         return scale
 
     def learning_rate(self, step: int, num_steps: int) -> float:
-        """Return the rate of one step of a training run, from 0 to below ``num_steps``."""
+        """Return the learning rate of one of the steps 0 to ``num_steps`` - 1 of a training run."""
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
         if self.settings.init is None:
             return rate

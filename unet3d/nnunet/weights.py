@@ -47,7 +47,7 @@ def order_of(transpose_forward: Sequence[int]) -> Order:
 
 
 def reordered(values: Sequence[Any], order: Order) -> tuple[Any, Any, Any]:
-    """Return values for the network's axes in the order of a file's axes."""
+    """Return values for the axes of nnU-Net's network, reordered to the axes of a file."""
     x, y, z = (values[axis] for axis in order)
     return (x, y, z)
 

@@ -25,7 +25,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
+        """Return the devices of this machine."""
         count = torch.cuda.device_count()
         gpus = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
         description = f"cpu and {gpus}" if gpus else "cpu and no CUDA GPU"

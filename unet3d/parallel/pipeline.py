@@ -95,7 +95,7 @@ class _Actions:
         """During replay: events after the reads of the tensors that the last actions have sent."""
 
     def replay(self, graph: Graph) -> None:
-        """Replay an action, after tensors sent by the action before the last have been read."""
+        """Replay an action once all tensors sent before the previous action have been read."""
         with self.pool.current():
             while len(self._unread) > 1:
                 for event in self._unread.popleft():
@@ -311,7 +311,7 @@ class Pipeline:
     def _forward(
         self, image: Tensor, left_out: Sequence[str] = (), precision: str | None = None
     ) -> dict[str, Tensor]:
-        """Return the results that are not left out, on the last stage's device."""
+        """Return the results except for ``left_out``, on the last stage's device."""
         tensors = {"image": image}
         for index, runner in enumerate(self._runners):
             device = runner.stage.slot.device

@@ -37,7 +37,8 @@ destroy trained ones."""
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
     """Return settings with values of ``auto`` that suit devices and initial weights.
 
-    The line counts the values chosen for a CPU, and names one; None: there are none.
+    The second result is a line that counts the values chosen for a CPU and names one of them; None
+    if no value was chosen for a CPU.
     """
     has_init = config.training.init is not None
     taken: dict[str, Any] = {}

@@ -128,7 +128,8 @@ def _beside(
 ) -> list[ParallelDims]:
     """Return the candidates and placements to compare them with, one device first.
 
-    The latter are all placements on the same devices (on two, if there is one), and two stages.
+    Beside the candidates there are all placements on the same devices, and one with two stages. If
+    there is only one device, a second one of its kind is assumed.
     """
     if len(devices) == 1:
         devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))

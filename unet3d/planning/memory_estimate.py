@@ -235,8 +235,8 @@ class _Meter(MemoryMeter):
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches suffice to predict a batch.
 
-    With 1F1B at most as many micro-batches are alive as there are stages. So as many are run, and
-    two more, so that one adds its gradients to existing ones.
+    With 1F1B, the number of micro-batches alive at a time is at most the number of stages. The
+    prediction runs that many and two more, so that one adds its gradients to existing ones.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     num_run = min(num_portions, len(layout.devices) + 2)

@@ -139,7 +139,7 @@ def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> lis
 def if_possible(
     config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
 ) -> list[ParallelDims]:
-    """Return a mode on devices in a list; empty: devices or network do not suit the mode."""
+    """Return a list with the mode on the devices; empty if devices or network do not suit it."""
     with suppress(DeviceError):
         dims = placed(config.parallel, mode, devices, num_replicas)
         if mode == "model":

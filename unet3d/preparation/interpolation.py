@@ -38,7 +38,7 @@ PIECE_NUMBERS = 2**24
 
 
 def nearest_voxels(size: int, new_size: int) -> Tensor:
-    """Return the index of the nearest old voxel for each new one, the second of two as near."""
+    """Return the index of the nearest old voxel for each new one; the second if two are as near."""
     # The order of operations decides rounding for new voxels halfway between two old ones.
     centres = size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
     return (centres + 0.5).floor().long().clamp(0, size - 1)
@@ -126,7 +126,7 @@ class Resampling:
 
     @property
     def best_axis(self) -> int:
-        """The axis that grows most: all planes along it take least memory, as it comes last."""
+        """The axis that grows most; interpolating it last takes the least memory."""
         return max(range(3), key=lambda axis: self.new_shape[axis] / self.shape[1 + axis])
 
     def needed(self, axis: int, begin: int, end: int) -> slice:

@@ -103,9 +103,9 @@ def only_one(path: Path, found: Sequence[Path]) -> Path:
 def newest_run(
     finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
 ) -> RunFolder | None:
-    """Return the most recently written run in ``runs/`` that suits.
+    """Return the most recently written run in ``runs/`` for which ``suits`` is true, if any.
 
-    A run over several folds counts once, and as finished only if all its folds are.
+    A run over several folds counts as one run, and as finished only if all its folds are finished.
     """
     return next(filter(suits, newest_runs(finished)), None)
 

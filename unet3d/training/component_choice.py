@@ -29,7 +29,7 @@ Dice = list[float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A rule that helps."""
+    """A rule that raises the mean Dice."""
 
     rule: Rule
     dice_before: float

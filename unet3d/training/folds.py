@@ -36,7 +36,9 @@ SCORES_OF_LABELS = ("final_dice", "dice")
 
 
 def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Request | None:
-    """Return the request of a run over several folds, naming an old run's folder; else None.
+    """Return the request if its run has several folds, with the folder of a run to resume.
+
+    None: the run has one fold.
 
     ``folds`` is the value of ``--folds``; None: the run to resume decides.
     """

@@ -43,9 +43,10 @@ BASE = "model.base_channels"
 def network_to_begin_with(
     config: Config, old_run: RunFolder | None = None
 ) -> tuple[Config, Topology | None]:
-    """Return settings that suit the network of ``training.init``, and this network; None: not set.
+    """Return settings that match the network of ``training.init``, if set, and its topology.
 
-    A resumed run, or a fold of it, has that network in its own checkpoint.
+    If a run is resumed, the network comes from a checkpoint of the run or its folds, if there is
+    one.
     """
     path = config.training.init
     if path is None:

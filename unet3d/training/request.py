@@ -88,8 +88,8 @@ def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
     """Return the run to continue: the one in a folder, or the newest of the data set.
 
-    It may be a run over several folds; with ``over_folds`` the newest one of these is chosen. A run
-    that was killed before its first checkpoint counts, because its settings exist.
+    It may be a run over several folds; with ``over_folds`` the newest run over several folds is
+    chosen. A run that was killed before its first checkpoint counts, because its settings exist.
     """
     if "training.init" in request.changes:
         raise ConfigError(

@@ -32,11 +32,11 @@ class Past:
     folder: RunFolder
     """The run's files."""
     saved: Checkpoint
-    """Its settings, network, preparation and cases."""
+    """The run's latest checkpoint."""
     split: CaseSplit
-    """Its cases."""
+    """Training and validation cases of that checkpoint."""
     state: TrainingState
-    """Its training state."""
+    """Training state of that checkpoint."""
 
     @classmethod
     def of(cls, folder: RunFolder) -> "Past":

@@ -26,10 +26,11 @@ class Boxes(NamedTuple):
     labels: Tensor
     """uint8 or int64: the (X, Y, Z) labels of all boxes, flattened and concatenated."""
     table: Tensor
-    """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
-    box, and number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
+    """float64, one row per output: each row of the matrix followed by its offset; the shape of the
+    box, and the number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
     start: Voxel
-    """If the outputs are parts of larger ones, their first voxel in these; (0, 0, 0) if whole."""
+    """First voxel of the outputs in the whole outputs that they are parts of; (0, 0, 0): they are
+    whole."""
     size: Voxel
     """Voxels of a whole output along each axis."""
 

@@ -54,7 +54,7 @@ MIN_COMPOSED_VOXELS_CPU = 256
 """The same on a CPU, where making the kernel takes as long as 130 voxels per channel."""
 
 MAX_STEM_ROWS = 128
-"""Most neighbours of a voxel times channels of the image."""
+"""Largest product of the number of a voxel's neighbours and the number of image channels."""
 MAX_STEM_CHANNELS = 64
 
 _PLAIN = (1, 1, 1)

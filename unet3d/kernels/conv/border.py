@@ -57,7 +57,7 @@ class _Axis(NamedTuple):
     """Classes of a map's voxels along one axis: in a class, the same taps reach into the volume."""
 
     size: int
-    """Voxels of the map."""
+    """Voxels of the map along the axis."""
     num_classes: int
     """3: the volume's first voxel, the voxels inside, its last voxel; 1: all are alike."""
     first: bool

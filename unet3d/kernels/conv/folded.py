@@ -168,9 +168,9 @@ class ComposedUpsampling(torch.autograd.Function):
 
 
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
-    """Return the kernel of upsampling, (I, C, *stride), and the convolution behind it.
+    """Compose the kernels of an upsampling, (I, C, *stride), and of the convolution after it.
 
-    It is (I, O, ...) with stride + 2 taps along each axis; differentiable.
+    The result is one kernel (I, O, ...) with stride + 2 taps along each axis; differentiable.
     """
     # Tap t reads voxel s z + a of the upsampled map for voxel s z + a - t + 1 of the result, so the
     # composed tap is a - t + 2.

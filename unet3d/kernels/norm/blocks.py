@@ -50,7 +50,7 @@ def load_block(x, first, row, channel, inside, C, Z: tl.constexpr, PADS: tl.cons
 
 @triton.jit
 def load_affine(weight, bias, means, rstds, sample, channel, known, C):
-    """Return mean, scale and shift for (x - mean) * scale + shift; the mean's rest; and rstd."""
+    """Return mean, scale and shift for (x - mean) * scale + shift, the mean's rest, and rstd."""
     column = sample * C + channel
     mean = tl.load(means + 2 * column, mask=known, other=0.0)
     rest = tl.load(means + 2 * column + 1, mask=known, other=0.0)

@@ -65,7 +65,7 @@ def instance_norm_head(
 
 
 class _InstanceNormHead(torch.autograd.Function):
-    """For backward it keeps its input, or the sum of two inputs, and nothing else of that size."""
+    """Keeps its input for backward, or the sum of two inputs, and nothing else of that size."""
 
     @staticmethod
     def forward(

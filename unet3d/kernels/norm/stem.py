@@ -74,7 +74,7 @@ def conv3x3x3_instance_norm(
 
 
 class _StemNorm(torch.autograd.Function):
-    """For backward it keeps the image, and the convolution's result unless that is recomputed."""
+    """Keeps the image for backward, and the convolution's result unless that is recomputed."""
 
     @staticmethod
     def forward(

@@ -32,8 +32,8 @@ H200, and Triton's two kernels 8."""
 def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     """Return the version of the stages that suits a map, the same for all slabs of a volume.
 
-    Triton's version requires channels-last maps. If x is another map of the same size,
-    ``channels`` are the channels of the map.
+    Triton's version requires channels-last maps. If only the number of channels differs from x,
+    ``channels`` states it.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
     # Messages of the two versions differ in size, so all slabs must choose the same one.

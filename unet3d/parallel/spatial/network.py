@@ -86,7 +86,7 @@ def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
 
 
 def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Module:
-    """Return a module that upsamples whole maps to slabs, if it upsamples at all."""
+    """Replace a module that upsamples by one that upsamples a whole map to a slab; others stay."""
     if isinstance(module, HeadUnit) and isinstance(module.unit, UpsampledUnit):
         return HeadUnit(_SlabUpsampledUnit(module.unit, shard, level), module.head)
     if isinstance(module, UpsampledUnit):

@@ -105,7 +105,7 @@ def _fewer(voxels: int, factor: float) -> int:
 
 
 def _coarsening_reach(voxels: int, factor: float) -> int:
-    """Return the reach of a voxel: far faces of the two large voxels that it is made from."""
+    """Return the reach of a voxel: up to the far faces of the two large voxels it is made from."""
     fewer = _fewer(voxels, factor)
     return math.ceil(1.5 * voxels / fewer) if fewer < voxels else 0
 

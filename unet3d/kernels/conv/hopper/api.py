@@ -197,7 +197,11 @@ def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Ten
 
 
 class _Convolution(torch.autograd.Function):
-    """For backward it keeps x, or its source, the kernel, and planes of the slabs beside x."""
+    """A convolution on Hopper GPUs.
+
+    Backward gets the kernel, the planes beside x from other slabs, and x itself, or the map that x
+    was normalised from.
+    """
 
     @staticmethod
     def forward(

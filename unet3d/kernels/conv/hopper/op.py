@@ -40,7 +40,7 @@ COLUMN = 16
 WARPS = 8
 """Warps of a program that multiply; each makes a part of the moments or sums."""
 PROCESSORS = 132
-"""Number of processors that is assumed without a GPU."""
+"""Number of multiprocessors to assume if there is no GPU."""
 PAIRS = 5
 """Pairs of taps (ky, kz) in the sums of the weights' gradient; see ``weights.cu``."""
 
@@ -102,7 +102,7 @@ class _Weights(ctypes.Structure):
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
-    """Return the number of programs for each of ``groups``, in all at most one per processor."""
+    """Return the number of programs for each of ``groups``, in all at most one a multiprocessor."""
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
