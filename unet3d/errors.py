@@ -34,7 +34,7 @@ class DatasetError(Unet3dError):
 
 
 class VolumeError(Unet3dError):
-    """One volume cannot be read, or cannot be used as it is."""
+    """One volume cannot be read or used."""
 
 
 class CacheError(Unet3dError):

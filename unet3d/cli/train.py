@@ -125,7 +125,7 @@ def train(
 
 
 def _results(folder: "RunFolder", memory: Mapping[str, Any] | None) -> Iterator["str | Table"]:
-    """Yield the results of a training run, of one fold or of several, and what to do with them."""
+    """Yield the results of a run over one or several folds, and commands for what users do next."""
     from unet3d.inputs.reading import read_json
     from unet3d.reports.tables import dice_table, folds_table, memory_table
 

@@ -230,7 +230,7 @@ def parsed_value(key: str, value: Any) -> Any:
     needs no quotes.
     """
     if not isinstance(value, str):
-        return value.tolist() if hasattr(value, "tolist") else value  # an array, a number of NumPy
+        return value.tolist() if hasattr(value, "tolist") else value  # NumPy array or number
     setting = settings_of(Config).get(key)
     if setting is not None and setting.is_path:
         return None if value in ("", "null") else value  # it may hold a comma or a #

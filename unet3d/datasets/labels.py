@@ -77,11 +77,11 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the index of its value, or ``classes`` at this index.
+    """Return each voxel's class: the index of its value in ``values``, or ``classes`` there.
 
-    A binary search in ``values``, which ascend from 0, makes time and memory independent of their
-    size. Classes are uint8, or uint16 if there are more than 256. A VolumeError names values that
-    belong to no class.
+    A binary search in ``values``, which ascend from 0, makes time and memory independent of how
+    large the values are. Classes are uint8, or uint16 if there are more than 256. A VolumeError
+    names values that belong to no class.
     """
     highest = np.iinfo(array.dtype).max
     known = np.array([value for value in values if value <= highest], array.dtype)

@@ -189,7 +189,7 @@ class Group:
         if self.is_first:
             try:
                 made = make()
-            except Exception as error:  # also of memory, which the first rank survives
+            except Exception as error:  # even MemoryError, which does not end the first rank
                 if shares_errors:
                     store.set(key, json.dumps({"error": str(error)}))
                 raise
@@ -251,7 +251,7 @@ class Group:
         return reduced[0], bool(reduced[1])
 
     def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
-        """Return the largest ``stop`` of this replica's ranks; a collective call of these.
+        """Return the largest ``stop`` of this replica's ranks; a collective call of these ranks.
 
         Ranks with the slabs of one volume compute it together. A signal reaches them at different
         times, so they agree before each volume that all of them compute it, or none. Without

@@ -2,7 +2,7 @@
 
 Every rank leaves notes in a store that can be read without waiting, even when all other connections
 are broken. A rank that misses another one writes that there, too: the lost rank is the one that
-misses nobody.
+misses no other rank.
 
 When main threads wait for one another, gloo's time limit shows that a rank hangs. But messages of
 GPUs are queued, and the GPU waits for them: without any limit, if they are captured in a CUDA
@@ -97,7 +97,7 @@ class _Device:
 
 
 class Watch:
-    """Keeps the notes of all ranks, names the one that is lost, and ends this one if it must."""
+    """Keeps the notes of all ranks, names the lost rank, and ends this process if necessary."""
 
     def __init__(
         self,
@@ -227,8 +227,9 @@ class Watch:
             silence = max(one.silence(poll_seconds) for one in devices)
             is_quiet = max(one.silent_seconds for one in devices) >= limit / 4
             is_still = is_quiet and self._is_still(poll_seconds, limit)
-            # All ranks that miss one must report it at the same time, or they name one another;
-            # some notice it on their CPUs, or later.
+            # All ranks that miss a rank must report it at the same time, or they name one another.
+            # Some notice it on their CPUs, or later, so this rank joins as soon as another one
+            # reports.
             if is_still or silence >= limit or (silence >= limit / 4 and self.is_missed()):
                 error = self.lost(hangs=True)
                 if not self._closed.is_set():

@@ -34,7 +34,7 @@ RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 front)."""
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
-"""Units by their NIfTI codes, for metre and micrometre; every other code counts as mm."""
+"""By NIfTI's codes of units: metre and micrometre; every other code counts as mm."""
 
 MIN_SPACING_MM = 1e-9
 MAX_SPACING_MM = 1e9
@@ -73,7 +73,7 @@ class Geometry:
     affine: Affine
     """(4, 4): from RAS voxel indices to mm."""
     orientation: Orientation = field(repr=False)
-    """From the axes of the file to X, Y, Z."""
+    """How the axes of the file become X, Y, Z."""
     is_anatomical: bool = True
     """Whether the file states the orientation of its axes in the patient; if not, it is unknown
     which side is left or right."""

@@ -28,8 +28,8 @@ from unet3d.images.source import (
     whole_axes,
 )
 
-# nibabel logs each oddity of a header to stderr without naming the file. Errors that it cannot
-# repair it also raises, and this module reports them.
+# nibabel logs each oddity of a header to stderr without naming the file. It also raises the errors
+# that it cannot repair, and this module reports them.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 IN_MEMORY = Path("the image")

@@ -156,7 +156,8 @@ def evaluate(
     Two files may have any names. In folders, the segmentation of ``case.nii.gz`` is
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. If no labels are named, every
     value but 0 is a label. Label maps in a folder may lack a segmentation, but every segmentation
-    needs its label map unless ``leave_out``, because one without it is probably misnamed.
+    needs its label map unless ``leave_out``, because a segmentation without a label map is probably
+    misnamed.
     """
     found = find_pairs(predictions, labels, leave_out)
     spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm

@@ -301,8 +301,8 @@ def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
 def wanted_precision(dtype: torch.dtype, config: Config, devices: Sequence[torch.device]) -> str:
     """Return the number type for a network on the devices of all ranks, or ``auto``.
 
-    After training in float16, values are in the range of float16, which has more digits than
-    bfloat16.
+    A network that was trained in float16 predicts in it, too: its values fit into float16, which
+    has more digits than bfloat16. Without GPUs it predicts in float32.
     """
     if dtype == torch.float64:
         return "float64"

@@ -334,6 +334,6 @@ def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) 
 
 def _is_written(path: Path, began: float) -> bool:
     try:
-        return path.stat().st_mtime >= began - 0.1  # times of files are coarser
+        return path.stat().st_mtime >= began - 0.1  # times of files are coarser than the clock
     except OSError:
         return False

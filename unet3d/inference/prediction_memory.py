@@ -184,7 +184,7 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
     num_planes = math.ceil(stored[axis] * min(1.0, 2 * planes / shape[axis]))
     of_source = num_channels * math.prod(stored) // stored[axis]
     piece = max(1, min(num_planes, SOURCE_VOXELS // of_source))
-    if piece == num_planes:  # the source as stored and in float32, and the result as it grows
+    if piece == num_planes:  # one piece: as stored, in float32, and its growing result
         return 3 * made + 2 * piece * of_source * FLOAT32_BYTES
     # The needed planes are interpolated within themselves, a piece at a time. A piece is in memory
     # as stored, in float32, after interpolation along one axis, and after both.

@@ -104,7 +104,7 @@ def refuse_early(request: PredictionRequest) -> None:
     for path in inputs:
         if os.path.isdir(path):
             _volumes_in(path)
-        elif len(inputs) == 1:  # of several, others may be segmented
+        elif len(inputs) == 1:  # if there are more, the others can be segmented
             open_source(path)
             if output is None or request.in_folder or os.path.isdir(output):
                 place = _place(volume_stem(path), path, output)
@@ -116,7 +116,7 @@ def refuse_early(request: PredictionRequest) -> None:
             _refuse_irregular(place)
             if not request.overwrite and not request.goes_on:
                 refuse_existing(Scan(images=(path,), output=place), request)
-            if not os.path.lexists(place):  # else it may be kept
+            if not os.path.lexists(place):  # an existing file may be kept
                 _refuse_unwritable(place)
 
 

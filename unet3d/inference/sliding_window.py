@@ -179,7 +179,8 @@ class _Sums:
         num_classes = logits.shape[1]
         for start, logit in zip(starts, logits.to(self._sums.device), strict=True):
             sums = self._sums[(slice(None), *self._windows.place(start, self._first))]
-            # One by one: with many classes, several in float32 would take more than the network.
+            # One by one: with many classes, several in float32 would take more memory than the
+            # network.
             logit = logit.to(self._sums.dtype).contiguous()
             sums[:num_classes].addcmul_(logit, self._weight, value=share)
             if self.empty is not None:

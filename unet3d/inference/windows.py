@@ -129,8 +129,8 @@ class Windows:
     batch_size: int
     """Windows per forward pass."""
     keeps_rows: bool = False
-    """Whether all windows of a forward pass begin at one plane, if a plane has enough: then the
-    slab that they cover is no longer than a window."""
+    """Whether all windows of a forward pass begin at one plane, if enough windows do. The slab that
+    they cover is then no longer than a window."""
 
     @classmethod
     def of(

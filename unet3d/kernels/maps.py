@@ -156,7 +156,7 @@ def take(x: Tensor, name: str) -> Tensor | None:
 def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
     """Mark a map whose only reader normalises what it loads, and return it.
 
-    Autograd treats it as the normalised map: the reader returns the gradient of the latter.
+    Autograd treats it as the normalised map: the reader returns the gradient of the normalised map.
     """
     setattr(x, _DEFERRED, deferred)
     return x

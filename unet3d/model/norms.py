@@ -1,4 +1,4 @@
-"""Normalisations, each with the LeakyReLU that follows it, also of slabs of a volume."""
+"""Normalisations of whole volumes or slabs, each with the LeakyReLU that follows it."""
 
 import torch
 from torch import Tensor, nn

@@ -11,7 +11,8 @@ from unet3d.config import TrainingSettings
 POWER = 0.9
 MOMENTUM = 0.99
 MAX_GRADIENT_NORM = 12.0
-"""Norm of all gradients together that clipping allows; like the momentum, nnU-Net's value."""
+"""Gradients are clipped to this norm of all of them together; nnU-Net's value, like the
+momentum."""
 
 WARMUP_STEPS = 250
 """Warm-up steps of a run with ``training.init``: a new head has meaningless gradients."""

@@ -34,7 +34,7 @@ from unet3d.parallel.spatial.shard import GroupMessages, NoMessages
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
-"""Size of a piece that is sent while backward goes on; DDP's buckets have the same."""
+"""Size of a piece that is sent while backward goes on: the size of DDP's buckets."""
 
 
 class NoExchange:

@@ -27,7 +27,7 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
 is used only if the user sets none of them, nor the setting named with the group."""
 
 NETWORK = "model.base_channels"
-"""The only one of these settings that ``training.init`` determines."""
+"""The only setting in ``CPU_DEFAULTS`` that ``training.init`` determines."""
 
 RATE_DIVISOR_OF_INIT = 10
 """Divides the learning rate in a run with ``training.init``: the rate for random weights would

@@ -48,7 +48,7 @@ def compare(
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
-    # Predictions would not notice: they allocate weights without touching them.
+    # Predictions would not notice a lack of host memory: they never touch the weights.
     refuse_beyond_memory(network.topology)
     candidates = [asked]  # the candidates of mode auto, or the single placement
     if config.parallel.mode == "auto":

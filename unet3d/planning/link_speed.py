@@ -1,4 +1,4 @@
-"""The bandwidth between the GPUs of this machine, measured in milliseconds at the start.
+"""The bandwidth between the GPUs of this machine, measured at the start, within milliseconds.
 
 A separate process measures it, because a process that uses a GPU keeps half a gibibyte of its
 memory until it ends, and the process that starts ranks lives as long as they do.

@@ -126,7 +126,7 @@ class MemoryEstimate:
         messages = MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
         for slot in self.slots:
             peak = self.memory[slot.index].peak_bytes
-            if slot.device.type == "cpu":  # whose slots add up
+            if slot.device.type == "cpu":  # its slots share the host's memory
                 needed[slot.device] = needed.get(slot.device, 0) + peak
             else:  # every slot has its GPU's peak; gaps are freed before memory runs out
                 needed[slot.device] = peak + UNCOUNTED_BYTES + messages

@@ -1,4 +1,4 @@
-"""From a configuration and the shapes of a data set to patch, batch and network."""
+"""Plans patch, batch and network from a configuration and the shapes of a data set."""
 
 import itertools
 import math
@@ -220,7 +220,7 @@ def plan_fingerprint(
 
     @cache
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
-        # The prediction would not notice: it allocates weights without touching them.
+        # The prediction would not notice a lack of host memory: it never touches the weights.
         refuse_beyond_memory(topology)
         precision = "bfloat16" if training.precision == "auto" else training.precision
         network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)

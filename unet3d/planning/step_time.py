@@ -108,8 +108,8 @@ takes 11 us, of half a MiB 17, of 2 MiB 24 and of 8 MiB 57; a gather of 640 floa
 LAUNCHED_LATENCY_SECONDS = 65e-6
 """Latency of a message outside a CUDA graph: measured 36 to 124 us between two H200."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
-"""Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
-cores, a message took 1 to 4 ms."""
+"""Gloo between processes of one machine, only the order of magnitude: between two processes that
+shared two busy cores, a message took 1 to 4 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)

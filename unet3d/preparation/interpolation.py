@@ -28,7 +28,8 @@ BAND_ROWS = 64
 """Rows of a matrix to multiply at once: few enough to skip most of its zeros."""
 
 KEPT_MATRICES = 16
-"""Matrices to keep for further images, as their sizes are often equal; 512 to 1024 takes 2 MiB."""
+"""Matrices to keep for further images, whose sizes are often equal; one from 512 to 1024 voxels
+takes 2 MiB."""
 
 SOURCE_VOXELS = 2**24
 """Most voxels of the image to read and interpolate at once, unless a plane has more."""

@@ -61,7 +61,7 @@ class Interpolation:
     across_slices: Literal[0, 1] = 1
     """Order of the interpolation of images across slices that are interpolated one by one."""
     logits_across_slices: Literal[0, 1] = 1
-    """The same order for logits."""
+    """Order of the interpolation of logits across such slices."""
     clips: Annotated[bool, Field(strict=True)] = False
     """Whether results are clipped to the range of intensities of the image, or of each slice if
     slices are interpolated one by one."""
@@ -135,7 +135,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     if target_mm is None:
         return shape
     x, y, z = (
-        max(1, round(have / want * size))  # nnU-Net's order of operations, which decides halves
+        max(1, round(have / want * size))  # in nnU-Net's order, which decides how halves round
         for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
     )
     return (x, y, z)

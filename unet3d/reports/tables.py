@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIB = 1024**2
 GIB = 1024**3
 MIN_BYTES_IN_GIB = 8 * GIB
-"""Peaks from this one on are shown in GiB; parts of a smaller one would read 0.00."""
+"""Peaks of at least this many bytes are shown in GiB; parts of a smaller peak would read 0.00."""
 NOTHING = "–"
 CPU_BOUND = "On a CPU the peak is the sum of the counted parts, so a lower bound."
 

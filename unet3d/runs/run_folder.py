@@ -128,7 +128,7 @@ class RunFolder:
             )
 
     def checkpoint(self) -> Path | None:
-        """Return its latest checkpoint, the final network of a finished run, or else the best."""
+        """Return the latest checkpoint, which holds a finished run's final network, or the best."""
         return next((file for file in (self.latest, self.best) if file.is_file()), None)
 
     def check_resumable(self) -> None:

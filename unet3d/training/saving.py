@@ -43,7 +43,7 @@ class TrainingState:
     seconds: float = 0.0
     """Duration of these steps."""
     waited_seconds: float = 0.0
-    """The part of it in which devices waited for data."""
+    """The part of these seconds in which devices waited for data."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
 

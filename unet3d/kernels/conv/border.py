@@ -63,7 +63,7 @@ class _Axis(NamedTuple):
     first: bool
     """Whether the map has the volume's first voxel, and there are 3 classes."""
     last: bool
-    """The same for the last voxel."""
+    """Whether the map has the volume's last voxel, and there are 3 classes."""
 
     @property
     def inside(self) -> slice:

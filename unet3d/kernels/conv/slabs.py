@@ -96,7 +96,7 @@ def transposed(
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
     if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # planes between two strides, or at the end, are read by none
+        y.zero_()  # no result reads the planes between strides and at the end
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:

@@ -138,7 +138,7 @@ def _weights(
         mean, scale, shift, slant, level = load_gradient(
             weight, bias, means, rstds, totals, sample, samples, o, known, CO, COUNT
         )
-        shift -= mean * scale  # 16-bit numbers lose no digits without first subtracting the mean
+        shift -= mean * scale  # exact enough for 16-bit numbers without x - mean
         level -= mean * slant
     total0 = tl.zeros((K, BO), tl.float32)
     total1 = tl.zeros((K, BO), tl.float32)

@@ -44,7 +44,7 @@ class Change(NamedTuple):
     numbers: tuple[Any, ...]
 
     def apply(self, channels: Tensor, part: Part) -> None:
-        """Change the rows of all channels (N * C, X, Y, Z)."""
+        """Change the channels at :attr:`rows`; ``channels`` are all channels (N * C, X, Y, Z)."""
         if isinstance(self.rows, Tensor):
             own = channels.index_select(0, self.rows)
             channels.index_copy_(0, self.rows, self.function(own, part, *self.numbers))

@@ -37,7 +37,7 @@ from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder, folds_in
 REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
 MAX_LABEL_COLUMNS = 8
-"""Most labels with their own column in the table of cases; beyond, the lowest Dice is named."""
+"""Most labels with their own column in the table of cases; with more, it names the lowest Dice."""
 
 Content = Mapping[str, Any]
 Facts = list[tuple[str, str]]
@@ -115,7 +115,7 @@ def run_page(folder: Path) -> str:
 
 
 def has_page(run: RunFolder, is_over_folds: bool = False) -> bool:
-    """Tell whether a folder is a run's; for a folder of folds, whether it is a run itself, too."""
+    """Tell whether a folder holds a run, and not only the folders of a run's folds."""
     files = [run.data, run.metrics, run.latest]
     return any(file.is_file() for file in [*files, *[run.config] * (not is_over_folds)])
 

@@ -9,9 +9,9 @@ returns, with the gradient, the sums that the normalisation needs::
     convolve ─ y, moments ─ merge ─ y, affine ─ convolve             forward
     ... ─ gradient of y ─ total ─ dx, sums ─ input_gradient ─ ...    backward
 
-A convolution that normalises a slab gets it without halo and exchanges the planes itself. They are
-not normalised yet, because the neighbours have the same statistics. In backward it sends the
-neighbours the gradients of their planes.
+A convolution that normalises a slab gets it without halo and exchanges the planes itself. The
+planes need not be normalised before, because the neighbours have the same statistics. In backward
+it sends the neighbours the gradients of their planes.
 """
 
 import functools

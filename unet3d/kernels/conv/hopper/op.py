@@ -3,8 +3,8 @@
 All have 3x3x3 kernels and stride 1. Maps (N, C, X, Y, Z) are in channels-last memory, may have room
 around Z (:mod:`unet3d.kernels.maps`), and have multiples of 32 channels::
 
-    convolve         convolves a map, which may be normalised first, with LeakyReLU, without being
-                     written; returns the result and its moments
+    convolve         convolves a map, which may be normalised first, with LeakyReLU; the normalised
+                     map is not written; returns the result and its moments
     add_convolution  adds a convolution to a map, in its memory, and returns the moments of the sum
     input_gradient   returns the gradient of the convolved map; if it was normalised first, also the
                      sums that the gradient of the normalisation needs
