@@ -178,7 +178,7 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
     assert note in shown[0]
     first, planned, link, beside = json.loads(Path("plan.json").read_text())["notes"]
     assert note in first and link == "link between the GPUs: not measured, NVLink is assumed."
-    assert beside == "Beside its peak, a GPU needs 1 GiB; fits includes it."
+    assert beside == "A GPU needs 1 GiB beside its peak; the column fits includes it."
     assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "voxels\n" not in before_first

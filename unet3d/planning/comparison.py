@@ -59,7 +59,8 @@ def compare(
     notes = list(_notes(config.parallel, memory_bytes))
     notes += [] if link is None else [f"{link_line(link)}."]
     if any(device.type == "cuda" for device in several):
-        notes.append(f"Beside its peak, a GPU needs {readable(UNCOUNTED_BYTES)}; fits includes it.")
+        beside = readable(UNCOUNTED_BYTES)
+        notes.append(f"A GPU needs {beside} beside its peak; the column fits includes it.")
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
     options = [timed[dims] for dims in candidates]

@@ -70,7 +70,7 @@ def run_page(folder: Path) -> str:
     if not has_page(run):
         raise CheckpointError(
             f"{folder} is not the folder of a run: it has neither {run.data.name} nor "
-            f"{run.config.name}; name one, or a segmentation with --image"
+            f"{run.config.name}; name a run, or a segmentation with --image"
         )
     notes: list[str] = []
     settings = part_of(run.config, lambda text: text.splitlines(), notes, Path.read_text)
