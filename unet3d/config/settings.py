@@ -149,9 +149,9 @@ class PatchSettings(Section):
     at most the median shape of the data set; whole: the complete case, padded to a size that the
     network can halve."""
     memory_gib: Auto[Annotated[float, Field(ge=0.01, le=1e6), NUMBER]] = 10.0
-    """Memory of one GPU, in GiB, that a step may use. If patch and batch are auto, they are
-    planned for this memory. If a GPU has less, the plan uses 90 % of the smallest GPU. Several GPUs, or a CPU, are
-    planned for like one GPU. auto: 10, on a CPU 1.1."""
+    """Memory of one GPU, in GiB, that a step may use. If patch and batch are auto, they are planned
+    for this memory. If a GPU has less, the plan uses 90 % of the smallest GPU. Several GPUs, or a
+    CPU, are planned for like one GPU. auto: 10, on a CPU 1.1."""
     foreground_fraction: Fraction = 0.33
     """Share of the patches of a batch that are centred on a labelled voxel, at least one patch
     unless 0. The voxel is from a random connected component of a random class."""
