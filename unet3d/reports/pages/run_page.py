@@ -357,5 +357,4 @@ def _of_folds(content: Content) -> dict[str, Any]:
 def _of_fold(content: Content) -> tuple[Cell, ...]:
     """Return the results of a fold: its mean Dice, epochs and time."""
     final = content.get("final") or {}
-    mean = number(final.get("mean_dice", content.get("last_mean_dice")))
-    return mean, str(content["epochs"]), duration(content["seconds"])
+    return number(final.get("mean_dice")), str(content["epochs"]), duration(content["seconds"])
