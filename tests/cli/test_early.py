@@ -38,6 +38,8 @@ ERRORS = [
         "train data --folds all --fold 1",
         "--fold and a run over several folds exclude each",
     ),
+    ("train --fold 7", "the built-in phantoms have folds 0 to 4, not fold 7; set --fold"),
+    ("train --folds 0,7", "--folds names fold 7, but there are 5, counted from 0; name others"),
     ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
     ("train --resume --devices 97", "there is no run to resume in runs; name one with"),
     ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),

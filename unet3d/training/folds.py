@@ -24,7 +24,7 @@ from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.plan import Plan, run_name
-from unet3d.training.request import Request, named_folds, run_to_resume
+from unet3d.training.request import Request, named_folds, num_folds, run_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
     recorded = () if old_run is None else recorded_folds(old_run.path) or ()
     if named is None:
         return recorded
-    wanted = named_folds(named, open_dataset(config), config)
+    wanted = named_folds(named, num_folds(open_dataset(config), config))
     return tuple(sorted({*wanted, *recorded}))
 
 

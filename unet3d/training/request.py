@@ -9,7 +9,7 @@ from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.datasets.dataset import Dataset, fold_cases, folds_of, load_dataset
 from unet3d.datasets.naming import with_labels
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, DatasetError
 from unet3d.memory.gpus import refuse_impossible
 from unet3d.runs.finding import (
     chosen_folds,
@@ -65,14 +65,25 @@ def check_early(request: Request, folds: str | None) -> None:
         if data.labels is not None:
             with_labels(dataset, data.labels)
         if folds is not None:
-            named_folds(folds, dataset, config)
+            named_folds(folds, num_folds(dataset, config))
         else:
             fold_cases(dataset, data.fold, data.num_folds, config.training.seed)
+    elif folds is not None:
+        named_folds(folds, data.num_folds)
+    elif data.fold != "none" and data.fold >= data.num_folds:
+        raise DatasetError(
+            f"the built-in phantoms have folds 0 to {data.num_folds - 1}, not fold {data.fold}; "
+            "set data.fold accordingly"
+        )
 
 
-def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]:
-    """Return the folds that ``--folds`` names, ``all`` or numbers with commas between them."""
-    count = len(folds_of(dataset, config.data.num_folds, config.training.seed))
+def num_folds(dataset: Dataset, config: Config) -> int:
+    """Return how many folds a data set has: its own, or drawn ones."""
+    return len(folds_of(dataset, config.data.num_folds, config.training.seed))
+
+
+def named_folds(named: str, count: int) -> tuple[int, ...]:
+    """Return the folds that ``--folds`` names: ``all`` of them, or numbers separated by commas."""
     try:
         wanted = chosen_folds(named) or tuple(range(count))
     except ValueError as error:
