@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from unet3d.kernels.triton_support import FAST_TYPES, operation, triton_available
+from unet3d.kernels.operations import operation
+from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
 MAX_CLASSES = 256
 """Most classes that fit into one program's registers."""

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.triton_support import operation, triton_available
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.torch_private import version
 
@@ -187,24 +186,6 @@ def is_channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
-def pad_z(x: Tensor, before: int, after: int) -> Tensor:
-    """Return a copy of a map with planes of zeros before and behind Z, channels-last."""
-    if triton_available(x):
-        padded: Tensor = _pad_z(channels_last(x), before, after)
-        return padded
-    y = empty_with_planes(x, before, after)
-    y.zero_()[..., before : before + x.shape[-1]].copy_(x)
-    return y
-
-
 def empty_with_planes(like: Tensor, before: int, after: int) -> Tensor:
     """Return channels-last memory (N, C, X, Y, before + Z + after) for a map like another."""
     return empty_channels_last((*like.shape[:-1], before + like.shape[-1] + after), like)
-
-
-_pad_z = operation(
-    "pad_z",
-    "(Tensor x, int before, int after) -> Tensor",
-    "pad_kernel.pad_z",
-    empty_with_planes,
-)

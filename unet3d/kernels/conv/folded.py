@@ -31,11 +31,13 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.maps import (
     MAX_CHANNELS,
     channels_last,
+    empty_with_planes,
     is_padded,
     mark_padded,
-    pad_z,
     with_padding,
 )
+from unet3d.kernels.operations import operation
+from unet3d.kernels.triton_support import triton_available
 
 _PLAIN = (1, 1, 1)
 
@@ -255,3 +257,21 @@ def _unfold(x: Tensor) -> Tensor:
     """View (N, 2 C, X, Y, Z / 2) as (N, C, X, Y, Z)."""
     n, c, i, j, k = x.shape
     return x.permute(0, 2, 3, 4, 1).reshape(n, i, j, 2 * k, c // 2).permute(0, 4, 1, 2, 3)
+
+
+def pad_z(x: Tensor, before: int, after: int) -> Tensor:
+    """Return a copy of a map with planes of zeros before and behind Z, channels-last."""
+    if triton_available(x):
+        padded: Tensor = _pad_z(channels_last(x), before, after)
+        return padded
+    y = empty_with_planes(x, before, after)
+    y.zero_()[..., before : before + x.shape[-1]].copy_(x)
+    return y
+
+
+_pad_z = operation(
+    "pad_z",
+    "(Tensor x, int before, int after) -> Tensor",
+    "pad_kernel.pad_z",
+    empty_with_planes,
+)

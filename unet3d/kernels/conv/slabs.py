@@ -31,7 +31,7 @@ from unet3d.kernels.conv.planes import (
     transposed_shape,
 )
 from unet3d.kernels.maps import channels_last, empty_channels_last
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_ELEMENTS = 2**31 - 1

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.norm.reference import exact_type
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 MAX_COLUMNS = 1024
 """Most columns of a folded matrix."""

@@ -26,8 +26,8 @@ from unet3d.kernels.maps import (
 from unet3d.kernels.norm import op as norm_op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
+from unet3d.kernels.operations import operation
 from unet3d.kernels.sharding import current_shard
-from unet3d.kernels.triton_support import operation
 
 MAX_CLASSES = 16
 """With more classes, the sums take too many registers of a program."""

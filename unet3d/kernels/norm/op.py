@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.maps import empty_map
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 BLOCK_ELEMENTS = 4096
 """Elements of the matrix that a program holds at a time: 32 per thread with 4 warps."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from unet3d.kernels.conv.hopper import reference
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
 from unet3d.kernels.maps import empty_result
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 GROUP = 32
 """Channels that a program loads at a time."""
