@@ -254,7 +254,8 @@ def _make_network(
     torch.default_generator.manual_seed(settings.seed)  # all random numbers come from the CPU
     model = UNet3d(experiment.topology)
     if settings.init is not None and is_new:
-        begin_with(settings.init, model, experiment.preprocessing, group)
+        validation = experiment.split.validation
+        begin_with(settings.init, model, experiment.preprocessing, group, validation)
     to_parameter_dtype(model, step.precision)
     if dims.uses_threads:
         layout = step.layout
