@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import ConfigError, VolumeError
+from unet3d.errors import ConfigError, VolumeError, counted
 from unet3d.kernels.sharding import Shard, sharded
 
 _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
@@ -213,7 +213,7 @@ class SequentialNetwork(BlockNetwork):
         self.sample_shape = tuple(sample_shape)
         if not self.blocks() or not self.sample_shape:
             raise ConfigError(
-                f"a chain of {len(self.blocks())} modules for samples of shape "
+                f"a chain of {counted(len(self.blocks()), 'module')} for samples of shape "
                 f"{self.sample_shape} cannot be run; give at least one module and one axis"
             )
         _refuse_shared(self.blocks())

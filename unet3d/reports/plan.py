@@ -28,7 +28,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
             ]
         )
     return Table(
-        title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
+        title=f"Predicted memory ({unit}): {counted(record['batch_size'], 'patch')} of "
         f"{times(record['shape'])} voxels, {record['precision']}",
         heads=(
             *("parallel,\nmicro-batches", "slot", "device"),
