@@ -67,7 +67,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @contextmanager
 def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
-    """Yield a temporary name in the same folder, and replace a file with what is written to it.
+    """Yield a temporary file in the same folder, which then replaces a file.
 
     A device or a pipe is refused, and the new file keeps the permissions of the old one. Without
     ``may_exist``, an existing file, also one of a faster writer, raises FileExistsError.

@@ -46,7 +46,7 @@ class DeviceError(Unet3dError):
 
 
 class DoesNotFitError(DeviceError):
-    """A device has too little memory for what was asked of it."""
+    """A device has too little memory for the requested work."""
 
 
 class RankError(Unet3dError):

@@ -237,8 +237,8 @@ class TrainingSettings(Section):
     validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0
-    """Largest age of the latest checkpoint in seconds, plus one step; each validation also writes a
-    checkpoint."""
+    """Seconds between writes of the latest checkpoint, each at the end of a step; each validation
+    also writes a checkpoint."""
     seed: Annotated[int, Field(ge=0, lt=2**64, strict=True)] = 0
     """Seed of every random choice: folds, weights, patches, augmentation."""
     init: FilePath | None = None

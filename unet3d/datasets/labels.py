@@ -77,7 +77,10 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return each voxel's class: the index of its value in ``values``, or ``classes`` there.
+    """Return the class of each voxel.
+
+    The class is the index of the voxel's value in ``values``; if ``classes`` are given, it is their
+    entry at this index.
 
     A binary search in ``values``, which ascend from 0, makes time and memory independent of how
     large the values are. Classes are uint8, or uint16 if there are more than 256. A VolumeError

@@ -34,7 +34,8 @@ RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 front)."""
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
-"""By NIfTI's codes of units: metre and micrometre; every other code counts as mm."""
+"""Millimetres in a unit, by NIfTI's code of the unit: metre, micrometre; other codes count as
+mm."""
 
 MIN_SPACING_MM = 1e-9
 MAX_SPACING_MM = 1e9

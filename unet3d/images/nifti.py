@@ -36,7 +36,7 @@ IN_MEMORY = Path("the image")
 """Names an image without a file in messages."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
-"""Ending of the other file of a pair, header and voxels."""
+"""For each file of a pair (header, voxels), by its ending: the ending of the other file."""
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""

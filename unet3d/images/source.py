@@ -147,7 +147,8 @@ def source_in_file(
 ) -> Source:
     """Return voxels (I, J, K, C) in a file, which begin ``offset`` bytes after ``packed_from``.
 
-    If they are compressed, the stream begins there, and ``offset`` counts unpacked bytes.
+    If they are compressed, the stream begins at ``packed_from``, and ``offset`` counts unpacked
+    bytes.
     """
     path, num_bytes = geometry.path, math.prod(shape) * dtype.itemsize
     begin, file_bytes = offset if packing else packed_from + offset, file.stat().st_size

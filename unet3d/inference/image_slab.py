@@ -24,8 +24,8 @@ Make = Callable[[int, int, int, torch.device], Tensor]
 complete, are computed on that device if possible, and may be on any device."""
 
 Share = Callable[[Callable[[], Tensor] | None, list[int]], Tensor]
-"""Takes a function that returns the planes, None in all ranks but the first, and their shape;
-returns the planes in every rank."""
+"""Takes a function that returns the planes (None in all ranks but the first), and the shape of the
+planes; returns the planes in every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

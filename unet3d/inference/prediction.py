@@ -94,8 +94,8 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment scans, and return the segmentations, old and new; all ranks call it.
 
-    Started processes write to the terminal; if ``say`` is given, they log their results, too, and
-    it gets the lines of their logs.
+    Started processes write to the terminal; if ``say`` is given, they also log their results, and
+    ``say`` gets the lines of their logs.
 
     Raises Unet3dError, also at the end if some scans could not be segmented.
     """

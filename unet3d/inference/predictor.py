@@ -44,7 +44,7 @@ LARGEST_USUAL = 1e4
 MAX_FLOAT16 = 65504
 
 FAR_SMALLER = 16
-"""Ratio of a window's voxels to a scan's from which the scan is reported as too small."""
+"""Smallest ratio of a window's voxels to a scan's at which the scan is reported as too small."""
 
 MAX_LABELS = 20
 """Most different whole numbers in an image that is reported as a label map."""
@@ -85,7 +85,7 @@ class Predictor:
         *,
         skips_empty: bool = False,
     ) -> None:
-        """Place the first network, or use the network of a training run where it is.
+        """Place the first network, or use a training run's network on its own devices.
 
         All ranks of the group compute slabs of the same windows; only the first one has the images.
         With ``skips_empty``, windows of constant intensity are skipped, and voxels in no other

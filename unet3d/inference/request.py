@@ -23,8 +23,8 @@ class PredictionRequest(BaseModel):
     output: Path | None = None
     """File or folder of the segmentations; None: beside each image."""
     in_folder: bool = False
-    """Whether ``output`` is a folder, even if its name has an ending; text that ends in / says so.
-    """
+    """Whether ``output`` is a folder even if its name has an ending; set if the output is text that
+    ends in /."""
     settings: Mapping[str, Any] = {}
     """Settings of windows and devices, dotted key to value; others are as in training."""
     statistics: bool = False

@@ -90,7 +90,7 @@ def refuse_impossible(
     precisions: Mapping[str, str],
     is_alone: bool,
 ) -> None:
-    """Refuse impossible devices and precisions, as far as PyTorch is not needed to know them.
+    """Refuse devices and precisions that are impossible; check only what does not need PyTorch.
 
     Without ``is_alone``, several ranks or folds share the devices, and the number of devices is not
     checked.

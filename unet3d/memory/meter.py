@@ -88,7 +88,7 @@ class Timeline:
 
 
 class Observer:
-    """Observes the actions that an executor launches; this one does nothing with them.
+    """Observes the actions that an executor launches; this base class ignores them.
 
     Actions that are replayed from CUDA graphs make no tensors, so they are not reported.
     """

@@ -11,8 +11,8 @@ from unet3d.config import TrainingSettings
 POWER = 0.9
 MOMENTUM = 0.99
 MAX_GRADIENT_NORM = 12.0
-"""Gradients are clipped to this norm of all of them together; nnU-Net's value, like the
-momentum."""
+"""Largest norm of all gradients together; larger gradients are clipped to it. nnU-Net's value, like
+the momentum."""
 
 WARMUP_STEPS = 250
 """Warm-up steps of a run with ``training.init``: a new head has meaningless gradients."""

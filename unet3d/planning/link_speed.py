@@ -28,7 +28,7 @@ LIMIT_SECONDS = 60.0
 def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> float | None:
     """Return the bytes per second that each GPU sends to its neighbour while the others send.
 
-    None: there are fewer than two. Infinite: unknown, because a GPU is not on this machine or
+    None: there are fewer than two GPUs. Infinite: unknown, because a GPU is not on this machine or
     cannot be timed; NVLink is then assumed.
     """
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})

@@ -136,7 +136,7 @@ class MemoryEstimate:
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the largest share of its memory that a device needs; up to 1 the step fits."""
+        """Return the share of its memory that the fullest device needs; up to 1 the step fits."""
         needed = self.needed_bytes()
         return max(need / device_bytes[device] for device, need in needed.items())
 

@@ -56,7 +56,7 @@ class PlacementOption:
 
     @property
     def load(self) -> float:
-        """The needed share of the fullest device; up to 1 it fits."""
+        """The share of its memory that the fullest device needs; up to 1 the placement fits."""
         return self.prediction.load(self.limits)
 
     def largest(self) -> Shape | None:
@@ -272,7 +272,7 @@ def _limits_of(dims: ParallelDims, memory: Mapping[torch.device, int]) -> dict[t
 def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
     """Return the fastest option that fits, or the least loaded if none does.
 
-    Stages are the last resort, so if they are among the options, they are taken.
+    Stages are among the options only if no other mode can use all devices; then they are taken.
     """
     stages = [option for option in options if option.dims.mode == "model"]
     fitting = (option for option in sorted(options, key=_seconds) if option.load <= 1)

@@ -39,7 +39,7 @@ PIECE_NUMBERS = 2**24
 
 
 def nearest_voxels(size: int, new_size: int) -> Tensor:
-    """Return the index of the nearest old voxel for each new one; the second if two are as near."""
+    """Return the nearest old voxel's index for each new one; of two equally near, the second."""
     # The order of operations decides rounding for new voxels halfway between two old ones.
     centres = size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
     return (centres + 0.5).floor().long().clamp(0, size - 1)

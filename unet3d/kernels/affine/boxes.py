@@ -14,7 +14,7 @@ TABLE_CHANNELS = 16
 
 Intensity = tuple[float, float, float, float]
 """For a channel: deviation of the noise that is added, seed of the noise (two numbers below 2^32),
-and factor by which the sum is multiplied."""
+and factor by which intensity plus noise is multiplied."""
 
 
 class Boxes(NamedTuple):

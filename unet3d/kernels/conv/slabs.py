@@ -246,7 +246,7 @@ def _elements_of_plane(x: Tensor) -> int:
 
 
 def _planes(x: Tensor, planes: range) -> Tensor:
-    """Return planes of one sample, channels-last; a view if x is, and no plane is outside."""
+    """Return planes of one sample, channels-last; a view if x is channels-last and has them all."""
     return channels_last(some_planes(x, planes))
 
 

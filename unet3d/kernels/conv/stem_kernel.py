@@ -29,7 +29,7 @@ from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
 @triton.jit
 def tile_of(tile, Y, Z, CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
-    """Return places in a plane of the neighbours (BV, K) of a tile's voxels, and which ones exist.
+    """Return where in a plane the neighbours (BV, K) of a tile's voxels are, and which exist.
 
     Voxels of the tile behind the plane's last voxel have no neighbours.
     """

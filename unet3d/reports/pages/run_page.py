@@ -37,7 +37,8 @@ from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder, folds_in
 REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
 MAX_LABEL_COLUMNS = 8
-"""Most labels with their own column in the table of cases; with more, it names the lowest Dice."""
+"""Most labels with their own column in the table of cases. With more labels, the table names only
+the lowest Dice of a case."""
 
 Content = Mapping[str, Any]
 Facts = list[tuple[str, str]]
