@@ -45,7 +45,10 @@ Work = Callable[[LabelMap, LabelMap], list[Dice]]
 def choose_components(
     over_cases: Callable[[Work, str], list[list[Dice]]], scored: ScoredLabels
 ) -> tuple[Choice, ...]:
-    """Return the rules that raise the mean Dice; ``over_cases`` runs work with a title on cases."""
+    """Return the rules that raise the mean Dice.
+
+    ``over_cases`` takes work and its title, and returns the result of the work for each case.
+    """
     labels = list(scored.names)
     chosen: list[Choice] = []
     for step, candidates in enumerate(_steps(labels), start=1):
