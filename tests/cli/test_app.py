@@ -64,6 +64,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("predict", "a.nii", "--scratch", __file__), "Invalid value for '--scratch': "),
         (("convert", "model", "--folds", "all,0", "-o", "a.pt"), "names no folds"),
         (("plan", "--checkpoint", "a.pt"), "--checkpoint needs --predict SCAN"),
+        (("plan", "--skip-background"), "--skip-background needs --predict SCAN"),
         (("plan", "data", "--predict", "a.nii"), "drop DATASET and --measure"),
     ],
 )
