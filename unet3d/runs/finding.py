@@ -56,6 +56,8 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
     run = RunFolder(path)
     own = run.checkpoint()
     if own is not None:
+        if run.data.is_file() and not run.has_summary():  # else a checkpoint alone was copied
+            logger.warning("%s: training has not finished", path)
         return (own,)
     folds = list(folds_in(path).values())
     begun = tuple(file for fold in folds if (file := fold.checkpoint()) is not None)
