@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from tests.command_line import process_environment
+from unet3d.inputs import ahead as module
 from unet3d.inputs.ahead import ahead, each_ahead, in_threads
 
 
@@ -78,6 +80,15 @@ def test_results_are_in_order_and_the_first_error_waits_for_nobody():
         in_threads(work, range(100), 2)
     assert not may_end.is_set() and len(begun) <= 3
     may_end.set()
+
+
+def test_a_thread_that_could_not_start_does_not_matter_at_the_end(monkeypatch):
+    monkeypatch.setattr(module, "_working", {})
+    monkeypatch.setattr(module.Thread, "start", Mock(side_effect=RuntimeError("no more threads")))
+    with pytest.raises(RuntimeError, match="no more"):
+        ahead(int)
+    assert len(module._working) == 1
+    module._end_work()
 
 
 @pytest.mark.parametrize("work", ["time.sleep", "lambda _: [numbers.sort() for _ in range(20)]"])

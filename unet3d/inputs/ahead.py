@@ -75,7 +75,8 @@ def in_threads(
 @atexit.register
 def _end_work() -> None:
     """Cancel waiting work, and wait for the running work."""
-    threads, deadline = list(_working), time.monotonic() + END_SECONDS
+    threads = [one for one in list(_working) if one.is_alive()]  # others did not start
+    deadline = time.monotonic() + END_SECONDS
     for thread in threads:
         for future in _working.get(thread, ()):
             future.cancel()
