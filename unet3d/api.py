@@ -197,7 +197,7 @@ def predict(
     processes run for the duration of this call.
 
     Args:
-        images: Files, or folders of them or of DICOM slices.
+        images: Files, folders of files, or folders of DICOM slices.
         checkpoint: As in :func:`load`; several networks are averaged.
         output: File or folder; None: beside each image, ``scan_seg.nii.gz``.
         folds: As in :func:`load`.

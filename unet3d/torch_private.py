@@ -37,9 +37,9 @@ object counts, too."""
 
 
 def is_held_elsewhere(gradient: Tensor) -> bool:
-    """Return whether autograd has passed a gradient to others, too.
+    """Return whether a gradient has other holders, to which autograd has passed it, too.
 
-    Otherwise every gradient would have to be copied.
+    Without this check, every gradient would have to be copied.
     """
     return gradient._use_count() > _OWN_HOLDERS  # type: ignore[attr-defined, no-any-return]
 

@@ -150,8 +150,8 @@ class PatchSettings(Section):
     network can halve."""
     memory_gib: Auto[Annotated[float, Field(ge=0.01, le=1e6), NUMBER]] = 10.0
     """Memory of one GPU, in GiB, that a step may use. If patch and batch are auto, they are planned
-    for this memory. If a GPU has less, the plan uses 90 % of the smallest GPU. Several GPUs, or a
-    CPU, are planned for like one GPU. auto: 10, on a CPU 1.1."""
+    for this memory. If a GPU has less, the plan uses 90 % of the smallest GPU. Patch and batch for
+    several GPUs, or for a CPU, are planned as for one GPU. auto: 10, on a CPU 1.1."""
     foreground_fraction: Fraction = 0.33
     """Share of the patches of a batch that are centred on a labelled voxel, at least one patch
     unless 0. The voxel is from a random connected component of a random class."""
@@ -283,11 +283,11 @@ class ParallelSettings(Section):
         Annotated[tuple[Few, ...], at_most(1024), IN_LIST]
         | Literal["auto", "encoder-decoder", "time"]
     ) = "auto"
-    """Mode model: where the network is cut into stages in training. time: stages with equal
-    predicted times; encoder-decoder: for two devices between encoder and decoder, for more devices
-    stages with about equal work; auto: the fastest cut that ``plan --measure`` found, else
-    encoder-decoder. A list such as 4,12 has the index of the first block of each stage after the
-    first."""
+    """Mode model: where the network is cut into stages in training. time: into stages with equal
+    predicted times; encoder-decoder: with two devices, between encoder and decoder; with more
+    devices, into stages of about equal work; auto: the fastest cut that ``plan --measure`` found,
+    else encoder-decoder. A list such as 4,12 has the index of the first block of each stage after
+    the first."""
 
     @property
     def cut_blocks(self) -> tuple[int, ...] | None:
@@ -330,6 +330,6 @@ class InferenceSettings(Section):
     """What an ensemble averages: class probabilities, or logits, as nnU-Net does for the folds of a
     model. All networks of an ensemble must have the same value."""
     postprocessing: bool = True
-    """Whether training ends by testing for each label, and for all labels together, if keeping only
-    the largest connected component raises the Dice of validation; and whether prediction applies
-    what training has chosen."""
+    """Whether training tests, at its end, if keeping only the largest connected component raises
+    the Dice of validation, for each label and for all labels together; and whether prediction
+    applies the result of this test."""

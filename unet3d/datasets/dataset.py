@@ -117,11 +117,11 @@ def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
 def fold_cases(
     dataset: Dataset, fold: int | Literal["none"], num_folds: int, seed: int
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Return the cases to train on and those to validate on.
+    """Return the cases to train on and the cases to validate on.
 
-    The folds are the data set's own (``splits_final.json``, else ``fold`` keys), else one fold with
-    its own validation cases, else folds drawn with the seed, in which every case is validated once.
-    With fold ``none``, every case is for training.
+    The folds are the data set's own (``splits_final.json``, else ``fold`` keys). Else, if the data
+    set names validation cases, they make one fold; else folds are drawn with the seed, and every
+    case is validated once. With fold ``none``, every case is for training.
     """
     if fold == "none":
         return dataset.cases, ()

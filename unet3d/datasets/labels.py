@@ -40,7 +40,7 @@ class Region:
     name: Name
     """What it is called."""
     values: Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
-    """Its values in label maps."""
+    """The values of its labels in label maps."""
     written: LabelValue
     """Its value in segmentations, unless a later region overwrites it."""
 

@@ -61,7 +61,7 @@ class CommandProcess:
             self._reader.start()
 
     def status(self) -> int | None:
-        """Return the exit status, or the signal that killed it, negative; None: it runs."""
+        """Return the exit status, negative if a signal killed it; None: it is still running."""
         return self._process.poll()
 
     def send(self, signal_number: int) -> None:

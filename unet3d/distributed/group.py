@@ -237,9 +237,10 @@ class Group:
         return [sum(column) for column in zip(*self.exchange(list(values)), strict=True)]
 
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
-        """Send the flags of this rank after a step, and return the largest flags of all ranks.
+        """Send this rank's flags of a step, and return the flags of all ranks in the previous step.
 
-        These are the flags of the step before; a single rank returns its own at once.
+        Each returned flag is the maximum over all ranks. A single rank returns its own flags at
+        once.
         """
         if self._watch is None:
             return stop, save
@@ -273,7 +274,7 @@ class Group:
         return nullcontext() if self._watch is None else self._watch.translate_dist_errors()
 
     def _wait_for_flags(self) -> list[int]:
-        """Return the largest flags of the last step of all ranks; zeros: none are in flight."""
+        """Return the last step's flags, each the maximum over ranks; zeros: none in flight."""
         if self._flags is None or self._watch is None:
             return [0, 0]
         (flags, work), self._flags = self._flags, None

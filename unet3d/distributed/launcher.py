@@ -37,7 +37,8 @@ class Failure(NamedTuple):
 
     rank: int
     exit_status: int | None
-    """Its exit status; negative: the signal that killed it; None: it runs, but has reported."""
+    """Exit status; negative: the signal that killed the rank; None: it still runs, but has reported
+    why it ends."""
     report: dict[str, Any]
     """Its own report, if any; see :func:`unet3d.distributed.ranks.report_end`."""
 

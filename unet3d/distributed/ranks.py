@@ -146,7 +146,7 @@ def _busy_cores() -> float:
 
 
 def die_with_launcher() -> None:
-    """If another command started this process, let Linux kill this one when that one dies."""
+    """If another command started this process, let Linux kill the process when the command dies."""
     if is_started():
         die_with_parent(int(os.environ[PARENT]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:

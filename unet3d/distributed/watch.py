@@ -44,7 +44,8 @@ GRACE_SECONDS = 2.0
 """How long a rank that misses another waits for the rest to say that they miss it too."""
 
 POLL_SECONDS = 1.0
-"""Longest time between two looks of the thread; a quarter of the time-out if that is shorter."""
+"""Longest interval between two checks by the thread; a quarter of the time-out if that is
+shorter."""
 
 QUEUEING_SECONDS = 300.0
 """Additional time-out while the main thread queues work and the GPU has none: kernels are compiled
@@ -64,7 +65,7 @@ class GpuProgress:
         self._noted.copy_(self._next, non_blocking=True)
 
     def reached(self) -> int:
-        """Return the last number that it has noted, or 0, without asking the GPU."""
+        """Return the last number that the GPU has noted, or 0, without a call to the GPU."""
         return int(self._noted)
 
 
@@ -81,7 +82,7 @@ class _Device:
         self.depth = 0
         """Number of nested contexts in which the main thread is queueing."""
         self.silent_seconds = 0.0
-        """Seconds without progress while some was due."""
+        """Seconds without progress while progress was due."""
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
@@ -237,7 +238,7 @@ class Watch:
                 return
 
     def _give_sign(self, number: int) -> None:
-        """Write a sign of life; whoever reads the store will notice if it is gone."""
+        """Write a sign of life; if the store is gone, the calls that read it will report that."""
         with suppress(RuntimeError):
             self.store.set(f"alive/{self._ranks.rank}", str(number))
 

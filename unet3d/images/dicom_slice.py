@@ -68,7 +68,8 @@ TEXT = BeforeValidator(_text)
 COUNT = BeforeValidator(lambda raw: int.from_bytes(raw[:2], "little"))
 NUMBERS = BeforeValidator(lambda raw: _text(raw).split("\\"))
 UNUSABLE = Annotated[None, BeforeValidator(_refuse)]
-"""How the bytes of an element are read; ``UNUSABLE``: a slice with the element is refused."""
+"""These types say how the bytes of an element are read; ``UNUSABLE``: slices with it are
+refused."""
 
 
 class Slice(BaseModel):

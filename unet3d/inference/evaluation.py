@@ -111,7 +111,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain lists and numbers, for JSON.
 
-        The key of a label is its value, that of a region its values separated by commas.
+        The key of a label is its value; the key of a region is its values, separated by commas.
         """
         means = {}
         for label in self.labels:

@@ -46,7 +46,7 @@ class TrainedNetwork:
     executor: Executor
     """The network, in evaluation mode."""
     precision: str
-    """Number type of prediction, which may differ from that of training."""
+    """Number type of prediction, which may differ from the type of training."""
     is_shared: bool = False
     """Whether other ranks compute slabs of the same windows."""
     index: ClassVar[int] = 0

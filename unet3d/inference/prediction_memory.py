@@ -185,7 +185,7 @@ def _kept_bytes(
 
 
 def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels: int) -> int:
-    """Return the bytes of what is prepared at once: a piece of the scan, and the next one."""
+    """Return the bytes of two prepared pieces of a scan: the current one and the next one."""
     axis = windows.axis
     of_plane = math.prod(shape) // shape[axis]
     planes = max(1, min(windows.slab[axis], shape[axis], PIECE_VOXELS // of_plane))

@@ -17,7 +17,7 @@ class PredictionRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     images: tuple[Path, ...] = ()
-    """Files, or folders of them or of DICOM slices."""
+    """Files, folders of files, or folders of DICOM slices."""
     checkpoints: tuple[Path, ...] = ()
     """The networks' files; several are averaged."""
     output: Path | None = None

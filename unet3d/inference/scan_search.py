@@ -182,7 +182,7 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Refuse a folder that is not writable before anything is computed."""
+    """Before anything is computed, refuse a folder that is not writable."""
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(

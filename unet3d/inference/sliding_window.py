@@ -34,7 +34,7 @@ SUMS_SHARE = 1 / 2
 """Share of the free memory of a GPU that sums of logits may take."""
 
 WindowsDone = Callable[[int, int], object]
-"""Receives the number of windows done, which a GPU may still compute, and the total."""
+"""Receives the number of windows that are done, or queued on a GPU, and the total."""
 
 
 class NonFiniteLogitsError(VolumeError):
@@ -105,7 +105,7 @@ def _blended(
     sums: "_Sums",
     windows_done: WindowsDone,
 ) -> Iterator[Tensor]:
-    """Compute windows, add them up, and yield what is finished."""
+    """Compute windows, add up their logits, and yield the means of finished planes."""
     axis, total = windows.axis, len(networks) * len(windows.starts)
     done = num_skipped = 0
     checked: set[int] = set()

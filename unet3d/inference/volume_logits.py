@@ -86,7 +86,7 @@ class VolumeLogits:
     def takes_fewer(self) -> bool:
         """Return whether to retry with one window per forward pass, after windows did not fit.
 
-        Ranks never retry, because the other ranks already wait for a message.
+        One of several ranks never retries, because the other ranks already wait for its message.
         """
         settings = self._networks.described[self._placed.index].config.inference
         if self._placed.is_shared or settings.batch_size != "auto" or self._most_at_a_time == 1:

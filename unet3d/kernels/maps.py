@@ -33,9 +33,10 @@ _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
 _DEFERRED = "_deferred"
 MOMENTS = "_moments"
-"""Mark of a map with its moments, as a normalisation takes them."""
+"""Name of the mark that holds the moments of a map, for the normalisation that reads it."""
 SUMS = "_sums"
-"""Mark of the gradient of a normalised map with its sums, as a normalisation takes them."""
+"""Name of the mark on a normalised map's gradient that holds the sums for the normalisation's
+backward."""
 
 
 class Deferred(NamedTuple):

@@ -120,7 +120,7 @@ def recomputing(tensor: Tensor) -> Recompute:
 
 
 def kept_for(tensor: Tensor) -> Tensor:
-    """Return the tensor that is kept for backward, for a given one: its source or itself."""
+    """Return what is kept for backward in place of a tensor: its source, or the tensor itself."""
     offered = _offer_of_whole(tensor)
     return tensor if offered is None or offered.source is None else offered.source
 

@@ -47,7 +47,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     """Let all ranks use the kernels, or none; a collective call with this rank's devices.
 
     Kernels and plain operations send sums of different shapes, so all ranks must use the same.
-    ``exchange`` maps this rank's answer to those of all ranks.
+    ``exchange`` maps this rank's answer to the answers of all ranks.
     """
     global _other_ranks_can
     own = True
@@ -63,7 +63,10 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
 
 def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
-    """Return whether all ranks can; if only others cannot, log ``otherwise`` with one of them."""
+    """Return whether all ranks can.
+
+    If this rank can but others cannot, log ``otherwise`` with the first that cannot.
+    """
     answers = exchange(own)
     if own and not all(answers):
         logger.warning(otherwise, list(answers).index(False))

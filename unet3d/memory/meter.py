@@ -37,7 +37,7 @@ class Slot:
     """Its number, from 0."""
     device: torch.device
     blocks: tuple[str, ...]
-    """Names of the blocks that it runs."""
+    """Names of the blocks that run on the slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Timeline:
     slots: tuple[int, ...]
     """Numbers of the slots whose memory this is."""
     marks: tuple[Mark, ...]
-    """One mark for each action of the step, including those of other slots."""
+    """One mark for each action of the step, including actions of other slots."""
 
 
 class Observer:

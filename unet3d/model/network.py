@@ -14,7 +14,7 @@ from unet3d.errors import ConfigError, VolumeError, counted
 from unet3d.kernels.sharding import Shard, sharded
 
 _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
-"""Modules whose result for one sample depends on the others of its batch."""
+"""Modules whose result for one sample depends on the other samples of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

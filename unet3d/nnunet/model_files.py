@@ -34,7 +34,7 @@ PLANS = "plans.json"
 DATASET = "dataset.json"
 
 SUFFIX = ".pth"
-"""Suffix of checkpoints of nnU-Net, which those of unet3d do not have."""
+"""Suffix of nnU-Net's checkpoints; unet3d's checkpoints have another."""
 
 FINAL = f"checkpoint_final{SUFFIX}"
 """The checkpoint that nnU-Net writes at the end of training, and predicts with."""
@@ -50,7 +50,8 @@ MAX_GROWTH = 20
 shrink a thousandfold, and a small archive of them would fill a disk."""
 
 Folds = Sequence[int] | None
-"""Numbers of folds; None: all numbered folds or, if there are none, the fold on every case."""
+"""Numbers of folds; None: all numbered folds or, if there are none, the fold trained on every
+case."""
 
 
 def networks_in(

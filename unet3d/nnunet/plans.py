@@ -114,7 +114,7 @@ class _Architecture(BaseModel):
 
 
 class _Said(BaseModel):
-    """One configuration in ``plans.json`` with the values that all share; axes are the plan's."""
+    """One configuration in ``plans.json``, with the common values; axes are the plan's."""
 
     patch_size: Shape
     spacing: Spacing
@@ -144,7 +144,7 @@ class _Said(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One configuration of a plan with the values that all share; axes are those of a file."""
+    """One configuration of a plan, with the values common to all; axes are those of a file."""
 
     order: Order
     """Order of the plan's axes."""

@@ -21,7 +21,7 @@ class Machine:
     is_real: bool = True
     """Whether missing devices are an error; a plan may be for another machine."""
     description: str = "the described machine"
-    """Its devices as a phrase, for errors."""
+    """The machine's devices in words, for errors."""
 
     @classmethod
     def here(cls) -> "Machine":

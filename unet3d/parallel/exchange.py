@@ -7,12 +7,13 @@ piece is sent as soon as its gradients are complete, while backward goes on::
     stage 1   .. F0 B0 F1 B1 F2 B2 ┬─ pieces ─┐
     stage 0   F0 F1 .. B0 F2 B1 .. B2 ┬─ pieces ─┐  step
 
-The messages of a step on one device are part of its CUDA graph. Ranks that capture and ranks that
-launch send the same messages in the same order, so they need not agree.
+The messages of a step on one device are part of its CUDA graph. Ranks that capture a step and ranks
+that launch it send the same messages in the same order, so ranks need not agree on which of the two
+they do.
 
 If devices share volumes, nothing overlaps: their backward exchanges planes, and two NCCL
-communicators that run at the same time in one process can deadlock. There a stage has one piece, as
-has each stage of a pipeline on one machine.
+communicators that run at the same time in one process can deadlock. Then all gradients of a stage
+are one piece, as in a pipeline on one machine.
 """
 
 from collections.abc import Iterator, Sequence

@@ -147,7 +147,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which a GPU captures; forward and backward must share one.
 
     There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
-    used on, in each thread. They are allocated here, so that they are not in the pool of a graph.
+    used on, in each thread. The workspaces are allocated here, so that they are not in the pool of
+    a graph.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):

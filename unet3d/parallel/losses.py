@@ -30,8 +30,8 @@ is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
 
 A loss of the whole batch sets ``joins_samples``. Its ``sums(logits, target)`` adds over samples,
 and its ``from_sums`` takes the sums of the whole batch, like
-:class:`~unet3d.model.loss.SegmentationLoss`. Steps are captured as CUDA graphs only if they all get
-the same object.
+:class:`~unet3d.model.loss.SegmentationLoss`. Steps are captured as CUDA graphs only if all of them
+get the same loss object.
 """
 
 
@@ -70,7 +70,7 @@ def added(values: Sequence[Tensor]) -> Tensor:
 
 
 def joins_samples(loss_fn: LossFunction) -> bool:
-    """Return whether a loss is one of the whole batch, not a mean over samples."""
+    """Return whether a loss is computed over the whole batch, not as a mean over samples."""
     return bool(getattr(loss_fn, "joins_samples", False))
 
 
@@ -91,7 +91,7 @@ class PartOfBatch:
     """The sums over the batch; None: the sums of this part and of the other replicas, added."""
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sums over the batch from those over this replica's samples."""
+        """Return the sums over the batch from the sums over this replica's samples."""
         return self.exchange.total(own * self.factor)
 
     def __call__(self, logits: Any, target: Tensor) -> Any:

@@ -188,7 +188,7 @@ def _copy_streams(
 ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return the streams of one direction between two GPUs, one on each.
 
-    Each direction has its own: on shared ones, gradients on their way back would hold up the next
-    micro-batch's activations.
+    Each direction has its own: on shared streams, gradients on their way back would hold up the
+    next micro-batch's activations.
     """
     return torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]

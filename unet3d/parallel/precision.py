@@ -199,7 +199,7 @@ def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtyp
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """Return the precision of a stage on one device, given that of the network."""
+    """Return the precision of a stage on one device, given the network's precision."""
     dtype = autocast_dtype(precision)
     return precision if lowered_on(device, dtype) == dtype else "float32"
 

@@ -139,9 +139,9 @@ class PlacedBlocks:
         left_out: Sequence[str] = (),
         precision: str | None = None,
     ) -> dict[str, Tensor]:
-        """Return the stage's outputs except those of some blocks, without keeping anything.
+        """Return the stage's outputs except those of ``left_out``; nothing is kept for backward.
 
-        The precision must be resolved; None: that of training.
+        ``precision`` must not be ``auto``; None: the precision of training.
         """
         device, autocast = self.stage.slot.device, self._autocast
         if precision is not None:

@@ -74,7 +74,7 @@ by 1.32. Fitted to 10.4 ms at 128^3, 68.9 ms at 256^3 and 230 ms at 384^3; all w
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
-channels, within 3 %; small networks take up to half longer."""
+channels, within 3 %; small networks take up to 50 % longer."""
 CPU_FLOAT32_OPERATIONS = 300e9
 """Operations a second of the same core in float32: 3398 ms at 96^3."""
 

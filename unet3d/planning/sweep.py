@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 LIMIT_SECONDS = 300.0
 """After this time no further setting is measured, once each placement has one."""
 NUM_WARM_UP_STEPS = 5
-"""Steps on GPUs between the first and the timed ones. Memory is measured in them, and at their end
-small steps have been captured. On CPUs one is enough."""
+"""Steps on GPUs between the first step and the timed steps. Memory is measured in these steps, and
+at their end small steps have been captured. On CPUs one step is enough."""
 NUM_TIMED_STEPS = 5
 
 StepTime = tuple[float | None, list[int]]

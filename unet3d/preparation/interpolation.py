@@ -32,10 +32,10 @@ KEPT_MATRICES = 16
 takes 2 MiB."""
 
 SOURCE_VOXELS = 2**24
-"""Most voxels of the image to read and interpolate at once, unless a plane has more."""
+"""Most voxels of the image to read and interpolate at once; a single plane may have more."""
 
 PIECE_NUMBERS = 2**24
-"""Most logits to compute at once, counting planes of the finer grid, unless a plane has more."""
+"""Most logits to compute at once, counted on the finer grid; a single plane may have more."""
 
 
 def nearest_voxels(size: int, new_size: int) -> Tensor:

@@ -78,7 +78,7 @@ def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]
 
 
 class Intensities(NamedTuple):
-    """Statistics of the counted voxels of one channel."""
+    """Statistics of one channel, over the voxels that count in :func:`measured`."""
 
     mean: float
     std: float

@@ -131,7 +131,7 @@ def _found_in_voxels(
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
     """Return the shape of the nonzero box of each case, and the normalisation of CT channels.
 
-    The cache keeps the results of each case and of all, so that only new cases are read.
+    The cache keeps the results of each case and of all cases together, so only new cases are read.
     """
     cases = dataset.cases
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]

@@ -144,7 +144,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
 def visible_shape(
     shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int = 0
 ) -> Shape:
-    """Return :func:`resampled_shape`; VolumeError if a unit of length must be wrong.
+    """Return :func:`resampled_shape`; VolumeError if a unit of length is clearly wrong.
 
     VolumeError also if the host lacks memory to resample ``num_arrays`` arrays, such as channels.
     """

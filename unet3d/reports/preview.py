@@ -20,7 +20,7 @@ from unet3d.reports.planes import VIEWS, Structure, Survey, View, survey, visibl
 from unet3d.reports.tables import score
 
 PERCENTILES = (1.0, 99.0)
-"""Percentiles of intensities in the planes that are drawn black and white."""
+"""Percentiles of intensities in the planes that are drawn as black and as white."""
 PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
 """Anatomical directions of the start and end of each axis."""
 ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
@@ -143,7 +143,7 @@ def _guide(surveys: Sequence[Survey]) -> Survey:
 
 
 def _window(planes: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
-    """Return the intensities that are drawn black and white."""
+    """Return the intensities that are drawn as black and as white."""
     values = np.concatenate([plane.ravel() for plane in planes])
     black, white = np.percentile(values, PERCENTILES).tolist()
     if black == white:  # nearly everything is background

@@ -37,7 +37,7 @@ MAX_FOLDS = 6
 """With more folds only their mean and spread are shown, so that a line fits 80 columns."""
 
 Cell = str | float | None
-"""Text, or a Dice; None: there is none."""
+"""Text, or a Dice; None: no Dice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def whole_heads(self) -> list[str]:
-        """The heads in one line each."""
+        """The heads, each in one line."""
         return [head.replace("-\n", "").replace("\n", " ") for head in self.heads]
 
     def for_terminal(self) -> Group:
@@ -169,7 +169,7 @@ def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def memory_table(record: Mapping[str, Any]) -> Table:
-    """Return the memory of each slot in ``memory.json``; on one CPU that of the process."""
+    """Return the memory of each slot in ``memory.json``; on one CPU, of the process."""
     slots = measured_slots(record)
     unit, unit_bytes = unit_of(slots)
     is_process = is_one_cpu(slots)

@@ -186,7 +186,7 @@ class RunFolder:
         _write(path, json.dumps(content, indent=2) + "\n")
 
     def publish_validation(self, unfinished: Path, record: Mapping[str, Any]) -> None:
-        """Write the scores to a folder of segmentations and pictures, which replaces the last."""
+        """Write the scores to a folder of segmentations and pictures; it replaces the old one."""
         self.write_json(unfinished / CASES, record)
         publish_folder(unfinished, self.validation, replace=True)
 

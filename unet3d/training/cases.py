@@ -93,8 +93,8 @@ def over_cases(
 ) -> list[Any]:
     """Return the result of ``work`` for each case, a plain value, in all ranks; a collective call.
 
-    ``with_slabs``: all ranks of a replica work on each of its cases together, else only the first.
-    Raises Stopped in all ranks if one of them was asked to stop.
+    ``with_slabs``: all ranks of a replica work on each of its cases together, else only its first
+    rank. Raises Stopped in all ranks if one of them was asked to stop.
     """
     group, request = context.group, watcher.interruption
     share = context.share(len(cases), num_replicas)

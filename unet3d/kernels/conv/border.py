@@ -33,7 +33,7 @@ _Place = tuple[slice, ...]
 
 
 def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add the effect of a bias (C,) before a convolution to its result, up to a constant.
+    """Add to a convolution's result the effect of a bias (C,) of its input, up to a constant.
 
     The stride is 1. The result y (N, O, X, Y, Z), a slab's own planes, is overwritten and must have
     no other reader. Differentiable.
@@ -59,7 +59,8 @@ class _Axis(NamedTuple):
     size: int
     """Voxels of the map along the axis."""
     num_classes: int
-    """3: the volume's first voxel, the voxels inside, its last voxel; 1: all are alike."""
+    """3: the volume's first voxel, the voxels inside, and its last voxel; 1: all voxels are
+    alike."""
     first: bool
     """Whether the map has the volume's first voxel, and there are 3 classes."""
     last: bool

@@ -46,8 +46,8 @@ def instance_norm_head(
 ) -> Tensor:
     """Normalise as :func:`unet3d.kernels.instance_norm` does, then mix the channels of each voxel.
 
-    The head's weight is (K, C, 1, 1, 1), which autocast may lower, its bias (K,). Returns logits
-    (N, K, X, Y, Z).
+    The head's weight is (K, C, 1, 1, 1), and its bias (K,); autocast may lower the weight's type.
+    Returns logits (N, K, X, Y, Z).
     """
     channels, classes = x.shape[1], len(head_weight)
     fits = channels <= norm_op.MAX_BLOCK_CHANNELS and classes <= MAX_CLASSES

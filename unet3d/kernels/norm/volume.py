@@ -111,7 +111,7 @@ class VolumeNorm(NamedTuple):
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
-        """Return the gradient of a map's own planes, channels-last, from that with its halo."""
+        """Return the gradient of a map's own planes, channels-last; dy includes any halo."""
         return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
 
     def own_sums(self, dy: Tensor, x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ def _planes_of(x: Tensor, planes: range) -> Tensor:
 
 
 class _Planes(torch.autograd.Function):
-    """Planes of a map; the gradient is channels-last, unlike that of a view."""
+    """Planes of a map; unlike a view's gradient, the gradient is channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: range) -> Tensor:

@@ -157,7 +157,7 @@ class AugmentationDraw:
 def free_axes(
     size: Shape, spacing_mm: Spacing
 ) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
-    """Return the axes that a rotation may mix, and those that scaling changes.
+    """Return the axes that a rotation may mix, and the axes that scaling changes.
 
     Thick slices cannot be interpolated across, so rotation and scaling stay in their plane. If two
     axes are thick and alike, as in a stack of long voxels, these two are the plane. If no two axes

@@ -39,7 +39,7 @@ class Greys:
     lowest: float
     """Intensity of the first grey level."""
     highest: float
-    """Intensity of the last one."""
+    """Intensity of the last grey level."""
     black: float
     white: float
 

@@ -1,7 +1,7 @@
 """The page of a training run: results, curves, cases, memory and settings; and of folds.
 
-It shows the current content of the run's folder. Each part comes from one file; a missing file has
-no part, and a damaged file is named.
+It shows the current content of the run's folder. Each part comes from one file. If the file is
+missing, the part is left out; if it is damaged, the page says so.
 """
 
 import json
@@ -229,7 +229,7 @@ def _validation(line: Content) -> dict[str, Any]:
 
 
 def _cases(content: Content, units: Units) -> dict[str, Any]:
-    """Return the scores of the final network on the validation cases: of labels, and of cases."""
+    """Return the final network's scores on the validation cases, for each label and each case."""
     means, cases = content["mean"], content["cases"]
     tolerance_mm = content["tolerance_mm"]
 

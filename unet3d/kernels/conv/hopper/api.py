@@ -121,7 +121,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
     A collective call with this rank's devices. A convolution that normalises exchanges planes that
     are not normalised yet, so ranks that disagree would compute wrong values from messages of the
-    right size. ``exchange`` maps this rank's answer to those of all ranks.
+    right size. ``exchange`` maps this rank's answer to the answers of all ranks.
     """
     global _all_slabs_can
     own = all(available(device) for device in devices)
@@ -186,7 +186,7 @@ def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor
 
 
 def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    """Return a map with the convolution of x added in its memory, marked with its moments.
+    """Add the convolution of x to a map in place, and return the map, marked with its moments.
 
     The map must be a result without other readers. If x is a normalised map that backward would
     recompute, the gradient of the weight instead loads x's source and normalises it.

@@ -128,7 +128,7 @@ def _run_convolve(
 def _run_add_convolution(
     y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int
 ) -> Tensor:
-    """Add the convolution of x to y, in its memory, and return the moments of the sum."""
+    """Add the convolution of x to y in place, and return the moments of the sum."""
     return _convolve(y, x, kernel, None, y, _MOMENTS_OF_SUM, before, turned=False)
 
 
@@ -141,7 +141,7 @@ def _run_input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolved map's gradient; if the map is x normalised, also its sums."""
+    """Return the convolved map's gradient and, if that map is x normalised, the gradient's sums."""
     dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
     sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)
