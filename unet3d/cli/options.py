@@ -76,7 +76,7 @@ common_options = grouped(
         help="One setting, such as training.batch_size=4; repeatable. unet3d config lists all.",
     ),
 )
-"""Options that name a configuration; each overrides those before it."""
+"""Options that name a configuration; each overrides the options before it."""
 
 devices_option = setting(
     "parallel.devices",

@@ -143,7 +143,7 @@ class Config(Section):
         return _validated(tree)
 
     def flat(self, only_set: bool = False) -> dict[str, Any]:
-        """Return settings as plain values by dotted key, all of them or only those that are set."""
+        """Return settings as plain values by dotted key: all, or only the settings that are set."""
 
         def items(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             for key, value in tree.items():

@@ -86,7 +86,7 @@ class Dataset(Labels):
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     faults: tuple[Finding, ...] = ()
-    """Errors of the description, if the rest of it is readable."""
+    """Errors of the description, if its other parts are readable."""
 
 
 def load_dataset(path: Path) -> Dataset:

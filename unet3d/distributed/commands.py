@@ -1,7 +1,7 @@
 """Running ``unet3d`` commands in processes: ranks, or commands one after another or in parallel.
 
-Separate processes keep the memory or a crash of one command from affecting the next. None outlives
-this process: Linux kills them when it dies (``die_with_launcher``).
+Separate processes keep the memory or a crash of one command from affecting the next. No command
+outlives this process: Linux kills all commands when the process dies (``die_with_launcher``).
 """
 
 import os

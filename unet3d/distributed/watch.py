@@ -1,4 +1,4 @@
-"""The progress of each rank, and finding the lost one when the others, or their GPUs, wait in vain.
+"""The progress of each rank, and which rank is lost when others, or their GPUs, wait in vain.
 
 Every rank leaves notes in a store that can be read without waiting, even when all other connections
 are broken. A rank that misses another one writes that there, too: the lost rank is the one that
@@ -41,7 +41,8 @@ from unet3d.torch_private import Store
 JOIN_SECONDS = 600
 
 GRACE_SECONDS = 2.0
-"""How long a rank that misses another waits for the rest to say that they miss it too."""
+"""How long a rank that misses another rank waits for the others to report that they miss it,
+too."""
 
 POLL_SECONDS = 1.0
 """Longest interval between two checks by the thread; a quarter of the time-out if that is
@@ -147,7 +148,7 @@ class Watch:
             raise self.lost(hangs) from error
 
     def is_missed(self) -> bool:
-        """Return whether another rank reports now that it misses one."""
+        """Return whether another rank currently reports that it misses a rank."""
         return any(self._get(f"missing/{rank}") is not None for rank in self._others)
 
     def lost(self, hangs: bool) -> RankError:

@@ -70,7 +70,7 @@ def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> 
 def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     """Return the image with all channels of sources, in their order; they must share one grid.
 
-    Its axes are in RAS or, with ``as_stored``, those of the first file.
+    Its axes are in RAS or, with ``as_stored``, the axes of the first file.
     """
     first = sources[0].geometry
     target = first.as_stored() if as_stored else first

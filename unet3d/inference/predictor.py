@@ -280,7 +280,7 @@ def cause_of_non_finite(largest: float, precision: str) -> str:
 def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
     """Yield warnings about an image that is probably not what the network was trained for.
 
-    ``shape`` is that of the prepared image.
+    ``shape`` is the shape of the prepared image.
     """
     path = image.geometry.path
     if min(image.geometry.shape) == 1:

@@ -66,5 +66,5 @@ class PredictionRequest(BaseModel):
 
     @property
     def placement(self) -> ParallelSettings:
-        """Return the devices and mode of prediction, which do not depend on those of training."""
+        """Return devices and mode of prediction, which may differ from the ones of training."""
         return Config().with_values(self.settings).parallel

@@ -52,8 +52,8 @@ class FoundScans(BaseModel):
 def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     """Return the scans and their outputs, after checking all names.
 
-    Images are files, folders of volumes or of DICOM slices; the output is a file for one scan, a
-    folder for any number, or None: beside each scan.
+    Images are files, folders of volumes, or folders of DICOM slices. The output is a file for one
+    scan, a folder for any number, or None: beside each scan.
     """
     inputs, output = request.images, request.output
     groups = _groups(inputs, num_channels)

@@ -43,7 +43,7 @@ class AgreedError(VolumeError):
 
 
 class VolumeLogits:
-    """Computes the windows of an image with each network, and averages those of an ensemble."""
+    """Computes the windows of an image with each network, and averages an ensemble's logits."""
 
     def __init__(
         self, networks: Networks, placed: Placed, group: Group, *, skips_empty: bool = False

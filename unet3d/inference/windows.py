@@ -225,7 +225,7 @@ def bytes_of_maps(topology: Topology) -> int:
 def bytes_of_voxel(network: Checkpoint, num_replicas: int = 1) -> int:
     """Return the GPU bytes per voxel of a window in a forward pass: maps and logits.
 
-    The logits of several replicas are joined; those of mirror images are added up.
+    The logits of several replicas are joined; the logits of mirror images are added up.
     """
     topology = network.topology
     # The logits of all replicas, as they arrive and joined.

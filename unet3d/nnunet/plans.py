@@ -278,7 +278,7 @@ def _topology(
 
 
 def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network in plans of nnU-Net before 2.4, in the format of later ones."""
+    """Return the network in plans of nnU-Net before 2.4, in the format of later plans."""
     units = found.get("n_conv_per_stage_encoder")
     base, most = found.get("UNet_base_num_features"), found.get("unet_max_num_features")
     if not isinstance(units, list) or type(base) is not int or type(most) is not int:

@@ -100,8 +100,8 @@ class FlatExchange(NoExchange):
     ) -> None:
         """Connect the ranks and copy the first one's parameters; all ranks call it.
 
-        A replica is ``num_shards`` consecutive ranks, which exchange ``messages`` (None: those of
-        the group). Without a group no messages are sent, for predicting memory.
+        A replica is ``num_shards`` consecutive ranks, which exchange ``messages`` (None: the
+        group's messages). Without a group no messages are sent, for predicting memory.
         """
         self._num_ranks = 1 if group is None else group.size
         self._num_shards = num_shards

@@ -87,7 +87,7 @@ class Executor(Protocol):
 
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
-            precision: Resolved number type of activations, such as ``float32``; None: that of
+            precision: Resolved number type of activations, such as ``float32``; None: as in
                 training.
         """
         ...
@@ -236,7 +236,7 @@ def _apart(module: BlockNetwork) -> Iterator[None]:
 
 
 def _parts(whole: PartOfBatch, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:
-    """Return micro-batches whose gradients add up to those of the whole batch, times a scale.
+    """Return micro-batches whose gradients add up to the whole batch's, times a scale.
 
     Each micro-batch has the loss value of the whole batch, so the weighted values add up to it.
     Each has its own part of the gradient, without a weight; the exchange takes the mean over

@@ -291,8 +291,8 @@ class Pipeline:
         """Return the logits of the full resolution.
 
         The host does not wait for the result, so the first stage of the next call overlaps with the
-        last of this one. The number of calls in flight is at most the number of stages, so that a
-        fast first stage does not fill the memory of the others.
+        last stage of this call. The number of calls in flight is at most the number of stages, so
+        that a fast first stage does not fill the memory of the others.
         """
         result, *coarse = self._results
         logits = self._forward(image, coarse, precision)[result]

@@ -77,7 +77,7 @@ class Step:
         )
 
     def fullest(self) -> "Step":
-        """Return the step of a shard that needs as much memory as any.
+        """Return the step of the shard that needs the most memory, or nearly the most.
 
         It has one of the largest slabs and, if possible, neighbours on both sides. A shard at an
         end of the volume needs at most 0.5 % more memory, and with thin slabs 5 % less.
@@ -236,7 +236,8 @@ def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches suffice to predict a batch.
 
     With 1F1B, the number of micro-batches alive at a time is at most the number of stages. The
-    prediction runs that many and two more, so that one adds its gradients to existing ones.
+    prediction runs as many micro-batches as there are stages, and two more, so that one adds its
+    gradients to existing ones.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     num_run = min(num_portions, len(layout.devices) + 2)

@@ -107,8 +107,8 @@ def plan_without_data(
 
     Only the headers of a data set are read; the first time, voxels are read, too, to find nonzero
     boxes. Without a data set, one channel is assumed, and the spacing of the settings or 1 mm. Then
-    the classes are those of the phantoms, or three with a fixed patch size. ``num_replicas`` share
-    a batch; if the batch size is open, there is a patch for each micro-batch of each replica. An
+    the classes are the phantoms', or three with a fixed patch size. ``num_replicas`` share a batch;
+    if the batch size is open, there is a patch for each micro-batch of each replica. An
     ``architecture`` of initial weights is used unchanged.
     """
     data, num_channels = config.data, 1

@@ -129,7 +129,7 @@ class PreparedImage:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which a GPU prepares images, one for all of them."""
+    """Return the stream on which a GPU prepares images; all images share it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

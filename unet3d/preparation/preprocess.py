@@ -216,7 +216,7 @@ def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
 def prepare_cases(
     cases: Sequence[Case], preprocessing: Preprocessing, cache: Path | None, num_workers: int
 ) -> list[PreparedCase]:
-    """Return prepared cases in order; those not in the cache are prepared by worker processes.
+    """Return prepared cases in order; cases not in the cache are prepared by worker processes.
 
     ``num_workers`` of 0: by this process.
     """

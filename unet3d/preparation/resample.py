@@ -24,7 +24,8 @@ THICK_SLICE_RATIO = 3.0
 """Slices are thick if their spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
 MAX_FINER = 200.0
-"""Most voxels along an axis that one voxel may become. A wrong unit of length makes it 1000."""
+"""Most voxels along an axis that one voxel may become. With a wrong unit of length, it becomes
+1000."""
 
 MAX_VOXELS = 2**40
 """Most voxels of a volume at the target spacing: 4 TiB in float32."""
@@ -109,7 +110,7 @@ def target_spacing(
     lose most of their few slices. So if the coarsest axis of the median exceeds both others by the
     factor :data:`THICK_SLICE_RATIO` in spacing, and both others exceed it by that factor in voxels,
     its target is the 10th percentile of its spacings, but not below the other two: the rule of
-    nnU-Net (Isensee et al., Nature Methods 2021). ``shapes`` are those of the same cases.
+    nnU-Net (Isensee et al., Nature Methods 2021). ``shapes`` are the shapes of the same cases.
     """
     if setting == "native":
         return None

@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 def measured_slots(record: Mapping[str, Any]) -> Slots:
     """Return the slots of a ``memory.json`` as reports show them.
 
-    On one CPU, the peak is that of the whole process, which is not predicted.
+    On one CPU, the peak is the peak of the whole process, which is not predicted.
     """
     slots: Slots = record["slots"]
     if not is_one_cpu(slots):

@@ -124,7 +124,7 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Return the rows of one device, then those of each mode or cut, with a name for each."""
+    """Return the rows of one device, then the rows of each mode or cut, with a name for each."""
     return [(name, list(rows)) for name, rows in groupby(record["rows"], _name)]
 
 

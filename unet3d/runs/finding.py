@@ -76,7 +76,7 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise CheckpointError if a file is missing or clearly no checkpoint, without PyTorch."""
+    """Without importing PyTorch, refuse a file that is missing or clearly no checkpoint."""
     try:
         with open_regular(path) as file:
             is_archive = file.read(2) == b"PK"  # as torch.save writes

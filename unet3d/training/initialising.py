@@ -99,8 +99,8 @@ def begin_with(
 ) -> None:
     """Copy a checkpoint's weights into a new network, and log new layers; all ranks call it.
 
-    ``validation`` has the digest of each validation case. A warning names those that the checkpoint
-    was trained on, whose scores are too high.
+    ``validation`` has the digest of each validation case. A warning names the cases that the
+    checkpoint was trained on: their scores are too high.
     """
     checkpoint = network_from_first(path, group)
     news = take_weights(model, preprocessing, checkpoint)

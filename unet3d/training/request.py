@@ -32,9 +32,9 @@ class Request:
     """The options of a user for a run."""
 
     config_path: Path | None = None
-    """A configuration file; None: the defaults, or those of a resumed run."""
+    """A configuration file; None: the defaults, or the settings of a resumed run."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that override those of the file: dotted key to value."""
+    """Settings that override the file's: dotted key to value."""
     output: Path | None = None
     """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
     resume: bool = False
@@ -135,7 +135,7 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
 
 
 def settings_of(request: Request, old_run: RunFolder | None) -> Config:
-    """Return the settings of a request, which override those of a resumed run."""
+    """Return the settings of a request, which override the settings of a resumed run."""
     if old_run is None:
         return load_config(request.config_path, request.changes)
     changes = dict(request.changes)

@@ -53,7 +53,7 @@ class TrainingState:
         """Add the measurements of some steps of all ranks; this waits for the devices.
 
         ``losses`` holds for each step the number of this rank's samples and their mean loss. The
-        waiting time is averaged over the ranks, because a step takes the same time in all of them.
+        waiting time is averaged over the ranks, because a step takes the same time in all ranks.
         """
         counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
         own = [

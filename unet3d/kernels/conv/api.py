@@ -3,9 +3,9 @@
 Each function here picks the fastest way for its arguments: convolutions written by hand
 (:mod:`unet3d.kernels.conv.hopper.api`), two voxels computed as one
 (:mod:`unet3d.kernels.conv.folded`), Triton for an image of few channels
-(:mod:`unet3d.kernels.conv.stem_kernel`), slabs for maps that are too large for cuDNN or small and
-float32 on a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything
-else. The results are equal up to rounding.
+(:mod:`unet3d.kernels.conv.stem_kernel`), slabs for maps that are too large for cuDNN, or that are
+small and in float32 on a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for
+everything else. The results are equal up to rounding.
 
 A slab of a volume along X includes its neighbours' planes, or zeros where the volume ends
 (:mod:`unet3d.kernels.sharding`), so a convolution does not pad it along X.

@@ -5,9 +5,10 @@ A convolution is linear, so the bias b of a map adds the convolution of a consta
     conv(up(x) + b) = conv(up(x)) + F        F = conv of a map that is b everywhere
 
 F depends on the place only where the kernel reaches zeros around the volume. Along an axis with
-three taps, those are the first and the last voxel; all voxels between have the same sum of taps. If
-the kernel or the volume has one voxel along an axis, all voxels are alike. So F has at most 3 x 3 x
-3 values per channel, its classes: the convolution of a constant map of three voxels per axis.
+three taps, the kernel does so at the first and the last voxel; all voxels between have the same sum
+of taps. If the kernel or the volume has one voxel along an axis, all voxels are alike. So F has at
+most 3 x 3 x 3 values per channel, its classes: the convolution of a constant map of three voxels
+per axis.
 
 Inside the volume F is constant, and an instance normalisation removes constants. So only the
 difference of F from that constant is added, at the border: two planes along each axis. A voxel in

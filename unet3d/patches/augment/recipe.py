@@ -40,7 +40,7 @@ class Change(NamedTuple):
     function: Callable[..., Tensor]
     """Takes the channels (R, X, Y, Z), their part and the numbers; may change them in place."""
     rows: slice | Tensor
-    """Indices of the channels, among those of all patches (N * C)."""
+    """Indices of the channels, among the channels of all patches (N * C)."""
     numbers: tuple[Any, ...]
 
     def apply(self, channels: Tensor, part: Part) -> None:

@@ -66,7 +66,7 @@ def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]
 
 
 def run_page(folder: Path) -> str:
-    """Return the page of a training run; CheckpointError if the folder is not one of a run."""
+    """Return the page of a training run; CheckpointError if it is not a run's folder."""
     run = RunFolder(folder)
     if not has_page(run):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The page of a segmentation: a viewer of the scan with its labels, and a table of them."""
+"""The page of a segmentation: a viewer of the scan with its labels, and a table of the labels."""
 
 from collections.abc import Mapping
 from pathlib import Path

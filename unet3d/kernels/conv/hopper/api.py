@@ -262,7 +262,7 @@ def _add_from_beside(
 ) -> list[Tensor]:
     """Add the neighbours' contributions to the first and last plane of a slab's gradient.
 
-    Returns the normalisation's sums over the contributions, to be added to those over dx.
+    Returns the normalisation's sums over the contributions, to be added to the sums over dx.
     """
     ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
     sent = [
