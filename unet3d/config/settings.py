@@ -76,7 +76,7 @@ class AugmentationSettings(Section):
     """Random changes of training patches; each probability is per patch.
 
     The defaults are nnU-Net's. ``patches.augmentation`` chooses among these values, and
-    ``patches.augmentation_details`` overrides single ones.
+    ``patches.augmentation_details`` overrides single values.
     """
 
     rotation_probability: Fraction = 0.2

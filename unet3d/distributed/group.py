@@ -180,7 +180,7 @@ class Group:
         """Return the result of the first rank, without a timeout; a single rank returns its own.
 
         ``to_plain`` turns it into lists, numbers and strings; ``from_plain`` converts these back.
-        With ``shares_errors`` all ranks raise the error of the first one, and can continue after
+        With ``shares_errors`` all ranks raise the error of the first rank, and can continue after
         it.
         """
         if self._watch is None:

@@ -126,10 +126,10 @@ def num_cores() -> int:
 def wait_passively() -> None:
     """Let waiting threads sleep if other programs use this machine.
 
-    By default OpenMP threads wait actively, and if one of them has no core, the others keep theirs
-    busy until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s, and
-    1.1 s of CPU time, instead of 0.2 s and 0.13 s. Results and number of threads stay the same.
-    Settings of the user are kept. Call it before PyTorch is imported.
+    By default OpenMP threads wait actively: if one thread has no core, the waiting threads keep
+    their cores busy until it gets one. On two cores at a load of 8, a step of a small network took
+    2.8 s, and 1.1 s of CPU time, instead of 0.2 s and 0.13 s. Results and number of threads stay
+    the same. Settings of the user are kept. Call it before PyTorch is imported.
     """
     if not any(variable in os.environ for variable in _WAITING_VARIABLES):
         if _busy_cores() > (os.cpu_count() or 1) / 2:

@@ -1,7 +1,7 @@
 """The progress of each rank, and which rank is lost when others, or their GPUs, wait in vain.
 
 Every rank leaves notes in a store that can be read without waiting, even when all other connections
-are broken. A rank that misses another one writes that there, too: the lost rank is the one that
+are broken. A rank that misses another rank writes that there, too: the lost rank is the one that
 misses no other rank.
 
 When main threads wait for one another, gloo's time limit shows that a rank hangs. But messages of

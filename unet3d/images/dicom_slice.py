@@ -233,7 +233,7 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, in
 
 
 def read_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the pixels of a slice, (columns, rows); only compressed ones are scaled, by GDCM."""
+    """Return the pixels of a slice, (columns, rows); only compressed pixels are scaled, by GDCM."""
     if one.is_compressed:
         return _decompressed(one)
     try:

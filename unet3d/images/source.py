@@ -78,7 +78,7 @@ class Source:
         return self.geometry.path
 
     def voxels(self) -> Voxels:
-        """Return the voxels; compressed ones are unpacked on first use."""
+        """Return the voxels; compressed voxels are unpacked on first use."""
         with self._lock:
             return self._voxels
 

@@ -71,7 +71,7 @@ class Networks:
     def read(
         cls, paths: Sequence[Path], group: Group, changes: Mapping[str, Any] | None = None
     ) -> "Networks":
-        """Return the networks of files; with several ranks, the first one reads and sends them.
+        """Return the networks of files; with several ranks, the first rank reads and sends them.
 
         They predict with their own settings, except for ``changes`` by dotted key.
         """

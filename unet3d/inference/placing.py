@@ -85,9 +85,9 @@ class _Place:
 class PlacedNetworks:
     """Networks on the devices of this process; each of several ranks has a slab of a window.
 
-    In mode data, each device has a replica. The weights of the next fold overwrite those of the
-    previous one, so the CUDA graph of a replica serves all folds. A network of another topology,
-    parameter type or precision has its own executors.
+    In mode data, each device has a replica. The weights of the next fold overwrite the weights of
+    the previous fold, so the CUDA graph of a replica serves all folds. A network of another
+    topology, parameter type or precision has its own executors.
 
     If there are several ranks, all place, use and compute the same networks in the same order.
     """
@@ -118,7 +118,7 @@ class PlacedNetworks:
         self.is_shared = group.size > 1
         """Whether other ranks compute slabs of the same windows."""
         self._weights: dict[int, dict[str, Tensor]] = {}
-        """Weights, by index, of each network that was copied over another one."""
+        """Weights, by index, of each network that was copied over another network."""
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
         self._place = self._placed(0)

@@ -142,7 +142,8 @@ class _Job:
     """The scans of one command, or this rank's share of them.
 
     If scans are distributed, each rank segments its own. Otherwise all ranks segment each scan
-    together: the first one reads and writes, and if it fails, all continue with the next scan.
+    together: the first rank reads and writes, and if it fails, all ranks continue with the next
+    scan.
     """
 
     def __init__(

@@ -87,9 +87,9 @@ class Predictor:
     ) -> None:
         """Place the first network, or use a training run's network on its own devices.
 
-        All ranks of the group compute slabs of the same windows; only the first one has the images.
-        With ``skips_empty``, windows of constant intensity are skipped, and voxels in no other
-        window become background.
+        All ranks of the group compute slabs of the same windows; only the first rank has the
+        images. With ``skips_empty``, windows of constant intensity are skipped, and voxels in no
+        other window become background.
         """
         self._group = group = group or Group(Ranks())
         self._networks = networks

@@ -1,6 +1,6 @@
 """A cache of the results of operations on fake tensors, because a step repeats most of them.
 
-PyTorch's own cache has keys for all kinds of tensors, such as sparse and quantized ones. Its
+PyTorch's own cache has keys for all kinds of tensors, such as sparse and quantized tensors. Its
 lookups take more time than the rest of a fake step. This cache has dense tensors only, and leaves
 others to PyTorch.
 """

@@ -57,7 +57,10 @@ def readable(num_bytes: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed on a GPU, or on the host, which has no error class."""
+    """Tell whether an allocation failed, on a GPU or on the host.
+
+    PyTorch has no class for its errors on the host.
+    """
     if is_out_of_gpu_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,8 +1,8 @@
 """CUDA graphs: the launches of a step on one device, captured once and replayed in one call.
 
 For small volumes Python takes longer to launch the thousands of kernels of a step than a GPU takes
-to run them. All graphs of a step on a GPU share one pool of memory: while one is captured, memory
-that earlier ones no longer need is reused. They are replayed in the order in which they were
+to run them. All graphs of a step on a GPU share one pool of memory: while a graph is captured, it
+reuses memory that earlier graphs no longer need. They are replayed in the order in which they were
 captured, so a captured step takes as much memory as one that is launched.
 """
 

@@ -1,10 +1,10 @@
 """Loss functions, and how losses of the parts of a batch are added.
 
-A loss is a mean over samples, or a loss of the whole batch, such as batch Dice. The latter is f(T),
-where T are sums over all voxels of the batch. Its gradient with respect to the sums S of one part
-(a micro-batch, or a replica's share) depends on T only. So the loss of a part is f(S + (T - S)),
-where the difference is a constant. It has the value of the loss of the batch, and the gradients of
-all parts add up to the gradient of the batch.
+A loss is a mean over samples, or a loss of the whole batch, such as batch Dice. A loss of the whole
+batch is f(T), where T are sums over all voxels of the batch. Its gradient with respect to the sums
+S of one part (a micro-batch, or a replica's share) depends on T only. So the loss of a part is f(S
++ (T - S)), where the difference is a constant. It has the value of the loss of the batch, and the
+gradients of all parts add up to the gradient of the batch.
 
 Before the first backward, T must be known. Replicas with one micro-batch exchange their sums
 between forward and loss; in a captured step the message is part of the graph. Several micro-batches

@@ -269,7 +269,7 @@ class Pipeline:
         observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
-        """Add the gradients of a batch to the parameters', and return its weighted loss.
+        """Add a batch's gradients to the gradients of the parameters; return its weighted loss.
 
         A tensor that one GPU sends to another is kept until it has been read. Steps that are queued
         ahead would fill memory with such tensors, so the host waits for the step before.

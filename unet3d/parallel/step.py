@@ -190,7 +190,7 @@ class DeviceStep:
         observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
-        """Add the gradients of a batch to the parameters', and return its weighted loss."""
+        """Add a batch's gradients to the gradients of the parameters; return its weighted loss."""
         (stage,) = self.stages
         losses: list[Any] = []
         for number, one in enumerate(batch):

@@ -237,7 +237,7 @@ def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
 
     With 1F1B, the number of micro-batches alive at a time is at most the number of stages. The
     prediction runs as many micro-batches as there are stages, and two more, so that one adds its
-    gradients to existing ones.
+    gradients to existing gradients.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     num_run = min(num_portions, len(layout.devices) + 2)

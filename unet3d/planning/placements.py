@@ -39,7 +39,7 @@ class PlacementOption:
     dims: ParallelDims
     step: Step
     """The step of the replica with the largest share of the batch, on the first replica's devices;
-    with shards, the step of the fullest one."""
+    with shards, the step of the fullest shard."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     link: float | None

@@ -69,7 +69,7 @@ is counted here. Fitted to steps with 32 to 320 channels
 (``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3 with batch 2, 44.5 ms with
 batch 7, 49.3 ms at 256^3 and 166 ms at 384^3; all within 2 %."""
 H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
-"""The same with cuDNN alone: the rates of a matrix product and of a copy on an H200, both divided
+"""An H200 in bfloat16 with cuDNN alone: the rates of a matrix product and of a copy, both divided
 by 1.32. Fitted to 10.4 ms at 128^3, 68.9 ms at 256^3 and 230 ms at 384^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them

@@ -47,7 +47,7 @@ def nearest_voxels(size: int, new_size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=KEPT_MATRICES)
 def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
-    """Return the weights of the old voxels of a line in the new ones, (new_size, size), on the CPU.
+    """Return the weights of a line's old voxels in its new voxels, (new_size, size), on the CPU.
 
     A spline depends on all voxels of a line; weights below :data:`NEGLIGIBLE_WEIGHT`, of distant
     voxels, are set to 0.

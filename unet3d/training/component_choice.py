@@ -35,7 +35,7 @@ class Choice:
     dice_before: float
     """Mean Dice without the rule: of the label or region that it is for, or over all labels."""
     dice_after: float
-    """The same mean with the rule."""
+    """Mean Dice with the rule, of the same labels."""
 
 
 Work = Callable[[LabelMap, LabelMap], list[Dice]]

@@ -70,7 +70,7 @@ class Past:
             )
 
     def check_experiment(self, experiment: Experiment) -> None:
-        """Check that data and network are those of the run; log other changes."""
+        """Check that data and network are the run's; log other changes."""
         preparation = self.saved.preprocessing.to_dict(), experiment.preprocessing.to_dict()
         self._refuse([*experiment.split.changes_since(self.split), *_changed(*preparation)])
         if self.saved.topology != experiment.topology:

@@ -51,7 +51,8 @@ MIN_COMPOSED_VOXELS = 512
 """Fewest voxels of the result per input channel: below, making the kernel takes longer than it
 saves."""
 MIN_COMPOSED_VOXELS_CPU = 256
-"""The same on a CPU, where making the kernel takes as long as computing 130 voxels per channel."""
+"""The same limit on a CPU, where making the kernel takes as long as computing 130 voxels per
+channel."""
 
 MAX_STEM_ROWS = 128
 """Largest product of the number of a voxel's neighbours and the number of image channels."""

@@ -3,7 +3,7 @@
 At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a GPU
 idle: with 32 channels they reach half the speed that they have with 64. In channels-last memory two
 neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a 3x3x3
-convolution can be done on such double voxels, half as many. The pair (2a, 2a + 1) of the result
+convolution can be done on half as many such double voxels. The pair (2a, 2a + 1) of the result
 depends on the voxels 2a - 1 to 2a + 2. If a map has a voxel of zeros before each row
 (:mod:`unet3d.kernels.maps`), these are two pairs in memory, so the kernel is 3x3x2; other maps are
 copied to this layout::

@@ -10,8 +10,8 @@ recomputes it. Maps pass between divided and whole levels in two places::
              2                  whole ─────────── whole
 
 Every device computes the whole levels alike. In backward the whole levels receive the mean of the
-slabs' gradients, so the gradients of their parameters are those of one loss. The gathered slabs
-receive their gradient once for the loss of each device (see the convention in
+slabs' gradients, so the gradients of their parameters are the gradients of one loss. The gathered
+slabs receive their gradient once for the loss of each device (see the convention in
 :mod:`unet3d.kernels.sharding`).
 """
 

@@ -24,7 +24,7 @@ BLUR_DEVIATIONS = 4.0
 CHUNK = 64
 """Voxels of an axis that a CPU computes at once: matrices are banded, so chunks skip zeros."""
 GPU_CHUNK = 256
-"""The same for a GPU, where a launch costs more than multiplying zeros."""
+"""Voxels of an axis that a GPU computes at once: a launch costs more than multiplying zeros."""
 
 CPU = torch.device("cpu")
 
