@@ -1,7 +1,7 @@
 """The place of a process among the ranks of one job, and what it reports to its launcher.
 
-The environment variables are those of torchrun, PyTorch's way of starting a process for each
-device on one machine or many; ``unet3d train`` sets the same for the ranks that it starts.
+The environment variables are those of torchrun, PyTorch's way of starting a process for each device
+on one machine or many; ``unet3d train`` sets the same variables for the ranks that it starts.
 """
 
 import json

@@ -51,7 +51,7 @@ class PlacementOption:
 
     @cached_property
     def prediction(self) -> MemoryEstimate:
-        """The memory of the step, without what allocators reserve in addition."""
+        """The memory of the step, without memory that allocators reserve in addition."""
         return predict_memory(self.step)
 
     @property

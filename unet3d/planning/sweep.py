@@ -265,7 +265,7 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
 def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
     """Take training steps with the other ranks, and write a :data:`StepTime` as JSON.
 
-    The first rank writes it, or one that runs out of memory and then raises DoesNotFitError.
+    The first rank writes it, or a rank that runs out of memory, which then raises DoesNotFitError.
     """
     with joined(Ranks.from_environment()) as group:
         try:

@@ -40,8 +40,8 @@ FONT, SMALL = 11, 9
 DIM = "#6B6B6B"
 
 MAX_INCHES, MIN_INCHES = 7.6, 0.15
-"""Largest width of both columns, or height of both rows, of planes; and least size of a plane that
-is nearly a line."""
+"""Largest width of both columns of planes together, and largest height of both rows; smallest size
+of a plane that is nearly a line."""
 LEGEND_INCHES, LINE_INCHES = (3.6, 5.2), 0.24
 """Width of the legend, without and with true labels, and the distance of its lines."""
 SIDE, ABOVE, BELOW, GAP = 0.35, 1.05, 0.6, 0.85

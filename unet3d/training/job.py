@@ -249,7 +249,7 @@ def _place(
 def _make_network(
     experiment: Experiment, step: Step, dims: ParallelDims, group: Group, is_new: bool
 ) -> Executor:
-    """Return a new network on its devices, with random weights or with ``training.init``'s."""
+    """Return a new network on its devices, with random weights or weights of ``training.init``."""
     settings = experiment.config.training
     torch.default_generator.manual_seed(settings.seed)  # all random numbers come from the CPU
     model = UNet3d(experiment.topology)

@@ -186,7 +186,7 @@ class _Convolution(torch.autograd.Function):
 class _Upsampling(torch.autograd.Function):
     """A transposed convolution in slabs.
 
-    As the gradient of a convolution, it takes the gradient of the result and returns the input's.
+    As the gradient of a convolution, it maps the gradient of the result to the input's gradient.
     """
 
     @staticmethod

@@ -177,7 +177,10 @@ def free_axes(
 
 
 def largest_angle(settings: AugmentationSettings, turning: tuple[bool, bool, bool]) -> float:
-    """Return the largest angle of a rotation that mixes these axes; two axes are a plane."""
+    """Return the largest angle of a rotation that mixes these axes.
+
+    Two axes are rotated in their plane; a single axis is not rotated.
+    """
     if sum(turning) < 2:
         return 0.0
     is_plane = sum(turning) == 2

@@ -1,4 +1,4 @@
-"""The page of a training run: results, curves, cases, memory and settings; and of folds.
+"""The page of a training run (results, curves, cases, memory, settings), and of its folds.
 
 It shows the current content of the run's folder. Each part comes from one file. If the file is
 missing, the part is left out; if it is damaged, the page says so.
