@@ -202,7 +202,7 @@ def _predict_scan(
 
 
 def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
-    """Show the memory of all placements; then search for and show each one's largest volume."""
+    """Show the memory of all placements, then the largest volume of each, which takes a search."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 

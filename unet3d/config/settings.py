@@ -121,7 +121,7 @@ class AugmentationSettings(Section):
 
     @property
     def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
-        """The axes that are set; for ``auto`` Y and Z, because only labels tell about X."""
+        """The axes that are set; for ``auto`` Y and Z, because X depends on the labels."""
         return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
 
 

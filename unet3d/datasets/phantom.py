@@ -251,7 +251,7 @@ class _Head:
         return sampled
 
     def _ventricles(self, x: Any, y: Any, z: Any) -> Any:
-        """Return values, negative inside two mirrored arcs, at places in the brain's semi-axes."""
+        """Return values that are negative in two mirrored arcs; x, y, z are in brain semi-axes."""
         bow = y * y
         across = (np.abs(x) - 0.17 - 0.15 * bow) / 0.115
         along = (y + 0.05) / 0.45

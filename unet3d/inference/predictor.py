@@ -191,7 +191,7 @@ class Predictor:
         return labels if is_seen else image.geometry.in_ras(labels)
 
     def _kept(self, make: Make) -> Make:
-        """Keep the last planes if several networks request them, each in a thread."""
+        """Keep the last planes if several networks, each with a thread of its own, request them."""
         if self._networks.add_up:
             return make
         kept, lock = lru_cache(PLANES_KEPT)(make), Lock()

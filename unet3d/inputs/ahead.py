@@ -1,7 +1,8 @@
 """Background work in daemon threads, which delay the end of the process by a few seconds at most.
 
-With the pools of ``concurrent.futures``, Python would always wait for them. It must wait for a
-little: a daemon thread that returns from PyTorch while Python shuts down aborts the process.
+With the pools of ``concurrent.futures``, Python would wait until all work is done. A short wait is
+needed, because a daemon thread that returns from PyTorch while Python shuts down aborts the
+process.
 """
 
 import atexit

@@ -31,7 +31,7 @@ class _Offer(NamedTuple):
 
     recompute: Recompute
     source: Tensor | None
-    """The large tensor that it is recomputed from, kept for backward; None: no large one."""
+    """The large tensor that it is recomputed from, kept for backward; None: no large tensor."""
     shape: torch.Size
     is_dense: bool
     """Whether the tensor is stored without zeros around Z (:mod:`unet3d.kernels.maps`)."""

@@ -6,8 +6,9 @@ A model of nnU-Net is a folder of its results::
         plans.json  dataset.json
         fold_0/checkpoint_final.pth     fold_1/...     or fold_all/...
 
-or an archive of such folders, which ``nnUNetv2_export_model_to_zip`` writes. These files of an
-archive are unpacked to a temporary folder, whose link ``archive`` tells all ranks its path::
+or an archive of such folders, which ``nnUNetv2_export_model_to_zip`` writes. From an archive, the
+files named above are unpacked to a temporary folder, whose link ``archive`` tells all ranks the
+archive's path::
 
     TEMPORARY/.unfinished-1a2b3c4d-unet3d-archive/
         archive -> weights/Task.zip

@@ -30,8 +30,8 @@ from unet3d.torch_private import has_dropout
 class Executor(Protocol):
     """A network that is placed on devices, for training and prediction.
 
-    Every placement is transparent: the loss and the gradients are those of
-    the plain network on the whole batch.
+    Every placement is transparent: loss and gradients are as with the plain network on the whole
+    batch.
     """
 
     @property

@@ -3,7 +3,7 @@
 For small volumes Python takes longer to launch the thousands of kernels of a step than a GPU takes
 to run them. All graphs of a step on a GPU share one pool of memory: while a graph is captured, it
 reuses memory that earlier graphs no longer need. They are replayed in the order in which they were
-captured, so a captured step takes as much memory as one that is launched.
+captured, so a captured step takes as much memory as a launched step.
 """
 
 import gc

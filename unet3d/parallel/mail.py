@@ -142,7 +142,7 @@ class Buffer:
     """Memory at a fixed address, for tensors of one shape that are sent one after another."""
 
     def __init__(self, like: Tensor, device: torch.device) -> None:
-        """Allocate it on a device, with the shape, type and strides of ``like``."""
+        """Allocate the buffer on a device, with the shape, type and strides of ``like``."""
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None

@@ -2,8 +2,8 @@
 
 A step is launched, or replayed as one CUDA graph per action with copies between the graphs. To
 capture a step, its schedule is walked once, which also notes the calls of a replay in order. On the
-same GPU, a stage reads the output of another in place. Between GPUs there are
-buffers: each message takes one that no message in flight uses, and the same one in each replay.
+same GPU, a stage reads the output of another in place. Between GPUs there are buffers: each message
+takes a buffer that no message in flight uses, the same buffer in each replay.
 
 A tensor is copied to another GPU while the sender computes its next action. That action must not
 reuse the tensor's memory, and the action after it waits until the tensor has been read::

@@ -126,7 +126,7 @@ class PatchLoader:
         self._loaded = self._next = None
 
     def _load(self, number: int) -> Any:
-        """Return the batch with a number, which must be the next one: only cut, or complete."""
+        """Return batch ``number``, which must be the next one, as cuts or as a complete batch."""
         assert self._loaded is not None
         began = time.monotonic()
         try:

@@ -2,8 +2,9 @@
 
 Both grids cover the same box of space: voxels are cells, the outer *faces* coincide, and voxels
 beyond the border repeat its values. Interpolation is linear in the voxels and separable, so it is
-one small matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which is
-PyTorch's with ``align_corners=False``. Logits are resampled back in the same way, slab by slab.
+one small matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which equals
+PyTorch's ``interpolate`` with ``align_corners=False``. Logits are resampled back in the same way,
+slab by slab.
 """
 
 import functools

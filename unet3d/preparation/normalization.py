@@ -93,9 +93,9 @@ def measured(
 ) -> list[Intensities]:
     """Return the intensities of each channel; VolumeError if an image has NaN or infinity.
 
-    The voxels inside a channel's mask (X, Y, Z) count, or all. With an axis, the extremes are
-    measured in each plane along it, and voxels of a plane outside the mask count as having the
-    mean.
+    Only voxels inside a channel's mask (X, Y, Z) count; without a mask, all voxels count. With an
+    axis, the extremes are measured in each plane along it, and voxels of a plane outside the mask
+    count as having the mean.
     """
     others = tuple(one for one in range(3) if one != axis)
 

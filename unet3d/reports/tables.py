@@ -122,7 +122,7 @@ def is_one_cpu(slots: Slots) -> bool:
 def bar_parts(slot: Mapping[str, Any], slots: Slots, kind: str = "measured") -> dict[str, int]:
     """Return the bytes of each part of a slot's peak, ``measured`` or ``predicted``, and the rest.
 
-    What a GPU's peak holds beyond the counted parts is work space, shared by the slots on it.
+    The rest of a GPU's peak is work space, which the slots on the GPU share.
     """
     counted = sum(
         other[kind][f"{part}_bytes"]

@@ -29,8 +29,7 @@ class Boxes(NamedTuple):
     """float64, one row per output: each row of the matrix followed by its offset; the shape of the
     box, and the number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
     start: Voxel
-    """First voxel of the outputs in the whole outputs that they are parts of; (0, 0, 0): they are
-    whole."""
+    """First voxel of the outputs within whole outputs, if only parts are made; else (0, 0, 0)."""
     size: Voxel
     """Voxels of a whole output along each axis."""
 

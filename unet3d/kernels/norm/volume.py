@@ -100,7 +100,7 @@ class VolumeNorm(NamedTuple):
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
     def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
-        """Mark the result for its reader if it is deferred, or else let backward recompute it."""
+        """Mark the result for its reader if normalisation is deferred, else offer to recompute."""
         weight, bias, mean, rstd = affine
         deferred = Deferred((weight, bias, mean, rstd), self.slope)
         if self.is_deferred:

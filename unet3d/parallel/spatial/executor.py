@@ -57,7 +57,7 @@ class SpatialExecutor:
                 devices share a volume.
             group: The ranks; the ranks of a replica are consecutive, in order of slabs. None:
                 there are no other ranks.
-            messages: Messages to the other slabs; None: those of the group.
+            messages: Messages to the other slabs; None: the group's messages.
 
         Raises:
             ConfigError: The network's samples are not independent.

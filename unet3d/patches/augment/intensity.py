@@ -83,7 +83,7 @@ def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
 
 
 def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor) -> Tensor:
-    """Apply gamma curves to intensities (R, X, Y, Z) in place, or inverted ones (sign -1).
+    """Apply gamma curves to intensities (R, X, Y, Z) in place; sign -1 inverts them meanwhile.
 
     Exponents and signs are (R, 1). Mean and deviation are restored. The intensities are changed in
     place, so they must be contiguous.

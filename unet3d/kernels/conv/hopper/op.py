@@ -102,7 +102,7 @@ class _Weights(ctypes.Structure):
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
-    """Return the number of programs for each of ``groups``, in all at most one a multiprocessor."""
+    """Return the programs for each of ``groups``: at most one per multiprocessor in all."""
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
