@@ -45,7 +45,7 @@ UNDEFINED = 0xFFFFFFFF
 
 LONG_VRS = set(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())
 SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split())
-"""Value representations whose length fields have four bytes, and two."""
+"""Value representations whose length fields have four bytes (long) and two bytes (short)."""
 
 MAX_VALUE_BYTES = 2**12
 

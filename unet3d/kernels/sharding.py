@@ -40,11 +40,11 @@ class Shard(Protocol):
     """Number of slabs."""
 
     def of_volume(self, number: int) -> int:
-        """Scale this slab's number of planes or voxels to that of the whole volume."""
+        """Scale this slab's number of planes or voxels to the whole volume."""
         ...
 
     def of_largest(self, number: int) -> int:
-        """Scale this slab's number of planes or voxels to that of the largest slab."""
+        """Scale this slab's number of planes or voxels to the largest slab."""
         ...
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:

@@ -134,7 +134,7 @@ class CheckpointSaver:
     ) -> None:
         """Write the latest checkpoint in the first rank; if ``improved``, also as the best one.
 
-        ``postprocessing`` names the components that predictions with it keep.
+        ``postprocessing`` names the components that predictions with the checkpoint keep.
         """
         self.postprocessing = postprocessing
         if not self._group.is_first:
