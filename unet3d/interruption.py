@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 REPEAT_SECONDS = 0.05
-"""Delay until an interruption that Python could not raise is repeated."""
+"""Delay before an interruption that Python ignored is raised again."""
 
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 

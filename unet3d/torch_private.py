@@ -50,7 +50,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view, which otherwise only its errors show."""
+    """Return whether autograd treats a tensor as a view; publicly, only its errors show this."""
     return tensor._is_view()
 
 

@@ -178,8 +178,8 @@ class ModelSettings(Section):
     base_channels: Auto[Channels] = 32
     """Channels at level 0; they double at each level, up to 320. auto: 32, on a CPU 8."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
-    """Number of resolutions of the network; auto: until no axis can be halved to 4 voxels or
-    more, from 2 to 6."""
+    """Number of resolutions of the network; auto: as many as possible, from 2 to 6, without halving
+    an axis to fewer than 4 voxels."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of base_channels and num_levels; null: these two apply."""
     kernels: Literal["isotropic", "anisotropic"] = "isotropic"
@@ -330,6 +330,6 @@ class InferenceSettings(Section):
     """What an ensemble averages: class probabilities, or logits, as nnU-Net does for the folds of a
     model. All networks of an ensemble must have the same value."""
     postprocessing: bool = True
-    """Whether training tests, at its end, if keeping only the largest connected component raises
-    the Dice of validation, for each label and for all labels together; and whether prediction
-    applies the result of this test."""
+    """Whether to keep only the largest connected component where this raises the validation Dice:
+    training tests it at its end, for each label and for all labels together, and prediction applies
+    the result."""

@@ -67,7 +67,7 @@ class Finding:
     """One error or warning about a data set."""
 
     case: str
-    """Name of the case, or of the file or data set if it concerns no case."""
+    """Name of the case, or of the file or data set if the finding concerns no case."""
     severity: Literal["error", "warning"]
     """An error stops training; a warning does not."""
     message: str

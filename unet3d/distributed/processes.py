@@ -64,7 +64,7 @@ def shielded_children(*signals: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
-    """Start processes with multiprocessing that do not run the program's own file first.
+    """Keep children of multiprocessing from running the program's own file first.
 
     Children only need modules of unet3d. A script that trains without checking ``__name__`` would
     train again in each child.

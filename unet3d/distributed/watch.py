@@ -152,7 +152,7 @@ class Watch:
         return any(self._get(f"missing/{rank}") is not None for rank in self._others)
 
     def lost(self, hangs: bool) -> RankError:
-        """Return the error that names the missing rank: the one that does not miss another.
+        """Return the error that names the missing rank: the rank that reports no missing rank.
 
         Takes ``GRACE_SECONDS``; any thread may call it.
         """

@@ -163,7 +163,7 @@ class _Sums:
             )
         self._windows = windows
         self._first = 0
-        """Index in the padded volume of the first plane of the sums."""
+        """First plane of the sums, as an index in the padded volume."""
         self._weight = gaussian_weight(windows.shape).to(device)
         self._weights = [line.to(device, dtype) for line in windows.summed_weights()]
         """Sums of the weights of all windows, along each axis."""

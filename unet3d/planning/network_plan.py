@@ -169,9 +169,10 @@ def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
 
 
 def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:
-    """Return the voxels of each patch in the largest batch, where whole volumes differ in size.
+    """Return the shape of a patch in the largest batch that patches of these sizes can form.
 
-    All patches of a batch are padded to the largest of them, along each axis.
+    If sizes differ, as of whole volumes, the patches of a batch are padded to their largest extent
+    along each axis.
     """
 
     def padded(group: Iterable[Shape]) -> Shape:

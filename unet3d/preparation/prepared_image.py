@@ -174,7 +174,7 @@ def nonzero_box(image: Image) -> Box:
 def inside_mask(image: Image) -> Mask:
     """Return the mask (X, Y, Z) of voxels that are nonzero in any channel, with its holes filled.
 
-    Cropping an image to its box does not change the mask.
+    Cropping an image to the bounding box of its nonzero voxels does not change their mask.
     """
     from scipy import ndimage  # takes a third of a second; most images do not need it
 

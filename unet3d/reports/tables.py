@@ -271,7 +271,7 @@ def dice_table(final: Mapping[str, Any]) -> Table:
 
 
 def folds_table(summary: Mapping[str, Any]) -> Table:
-    """Return the Dice of each label in each fold, of the ``summary.json`` over folds.
+    """Return the Dice of each label in each fold, from the ``summary.json`` over all folds.
 
     The scores are of the validation cases, segmented by each fold's final network.
     """

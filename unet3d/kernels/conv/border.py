@@ -87,7 +87,7 @@ class _Axis(NamedTuple):
         return (slice(self.size - 1, self.size), slice(2, 3)) if self.last else (_NONE, _NONE)
 
     def spread(self, values: Tensor, dim: int) -> Tensor:
-        """Return values per voxel from values per class."""
+        """Return values per voxel along the axis from values per class of voxels."""
         if self.num_classes == 1:
             return values
         first, middle, last = (values.narrow(dim, number, 1) for number in range(3))

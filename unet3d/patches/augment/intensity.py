@@ -39,7 +39,7 @@ class Part(NamedTuple):
     """Gathers the numbers of all wanted parts; None: the whole patch is made here."""
 
     def levels(self, channels: Tensor, *, has_range: bool = True) -> Levels:
-        """Measure channels (R, X, Y, Z), which may have no voxels."""
+        """Return statistics of channels (R, X, Y, Z) of all parts; this part may have no voxels."""
         size, part, made = self.extent
         counted = (channels if self.gather is None else channels[:, *inside(part, made)]).flatten(1)
         # As in nnU-Net, the divisor is the number of voxels minus one, but never 0.

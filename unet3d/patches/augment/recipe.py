@@ -77,7 +77,7 @@ def together(cuts: Iterable[Cut], *, stacks: bool) -> Iterator[tuple[Boxes, Reci
 
 
 def number_together(size: Shape) -> int:
-    """Return how many patches of a size, or channels of such patches, are changed at a time."""
+    """Return how many patches of this size, or how many of their channels, change at a time."""
     return max(1, TOGETHER_VOXELS // math.prod(size))
 
 
