@@ -50,8 +50,9 @@ from common import (
 from torch import Tensor
 
 from unet3d.kernels.conv import folded
+from unet3d.kernels.conv.folded import pad_z
 from unet3d.kernels.conv.hopper import op, reference
-from unet3d.kernels.maps import MAX_CHANNELS, channels_last, empty_map, mark_padded, pad_z
+from unet3d.kernels.maps import MAX_CHANNELS, channels_last, empty_map, mark_padded
 from unet3d.kernels.norm.volume import stages_for
 
 SIZES = "32-32@256,32-32@4x128,32-32@128,64-64@128,64-64@64,32-64@128,64-32@128"

@@ -84,7 +84,7 @@ TORCH_RESAMPLER = {
 }
 """Entries of plans, as nnU-Net's planners with this resampler write them
 (``nnUNetPlannerResEncL_torchres``)."""
-ALL_CORES = "multiprocessing.cpu_count = lambda: {threads}"
+SET_THREADS = "multiprocessing.cpu_count = lambda: {threads}"
 """Code that sets nnU-Net's threads on a CPU, which it otherwise takes from the machine's cores."""
 
 
@@ -147,7 +147,7 @@ def segment_by_nnunet(
         return {"reason": "nnunetv2 is not installed"}
     before = list(IN_FLOAT32) if arguments.nnunet_precision == "float32" else []
     if arguments.threads is not None:
-        before.append(ALL_CORES.format(threads=arguments.threads))
+        before.append(SET_THREADS.format(threads=arguments.threads))
     said, environment = command_of_nnunet(
         model,
         scans,

@@ -281,6 +281,7 @@ class Trials:
         """Do work on the next free device, or return the result of an earlier command."""
         if not (own / RESULT).exists():
             shutil.rmtree(own, ignore_errors=True)  # of a command that was ended
+            own.mkdir(parents=True)
             device, share = self.places.get()
             os.sched_setaffinity(0, share)  # for this thread and the commands that it starts
             try:

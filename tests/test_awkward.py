@@ -29,7 +29,7 @@ REFUSED = {
     "natural/nib_example4d.nii.gz": f"2 channels, {CHANNELS}",
     "natural/nib_example_nifti2.nii.gz": f"2 channels, {CHANNELS}",
     "natural/nib_test.mgz": f"2 channels, {CHANNELS}",
-    "derived/analyze_image.hdr": "convert Analyze 7.5, which has no orientation, to NIfTI",
+    "derived/analyze_image.hdr": "such as Analyze 7.5, convert it to NIfTI",
     "derived/nan_inf_image.nii.gz": "5356 of 62475 voxels that are NaN or infinite",
     "derived/twochannel_image.nii.gz": f"2 channels, {CHANNELS}",
     "derived/truncated_image.nii.gz": "Compressed file ended before",

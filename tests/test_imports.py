@@ -4,9 +4,14 @@ Ceilings must only be lowered: to understand a command, one has to read every mo
 more are allowed, which other CPUs need.
 """
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
 
+import unet3d
 from tests.command_line import SMALL, process_environment, scan_array
 from tests.images.samples import write_volume
 
@@ -57,3 +62,30 @@ def test_commands_take_no_more_of_the_package_than_before(tmp_path):
         assert all(one <= limit for one, limit in zip(found, most, strict=True)), (
             f"{command[0]}: {found} modules run and are loaded, at most {most}"
         )
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Yield what code imports, also inside functions, but not for types only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from imported(child)
+
+
+def test_no_modules_import_each_other():
+    root = Path(unet3d.__file__).parent
+    files = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts): path
+        for path in root.rglob("*.py")
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    assert len(files) > 200
+    graph = {}
+    for name, path in files.items():
+        found = set(imported(ast.parse(path.read_text())))
+        graph[name] = {one if one in files else one.rpartition(".")[0] for one in found} - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules

@@ -213,8 +213,16 @@ def test_files_are_segmented_as_the_command_does(checkpoint, file, tmp_path, cap
         assert found == (output / "scan.nii.gz",)
         assert {path.name: path.read_bytes() for path in output.iterdir()} == expected
         assert "computing on cpu" in caplog.text
-        with pytest.raises(DatasetError, match="1 of 2 scans could not be segmented: .*bad.nii"):
-            unet3d.predict([file, bad], [checkpoint], output=output, devices=devices)
+        result = f"{file} -> {output / 'scan.nii.gz'} ("
+        assert caplog.text.count(result) == 1
+        with (
+            caplog.at_level("INFO", logger="unet3d"),
+            pytest.raises(DatasetError, match="1 of 2 scans could not be segmented: .*bad.nii"),
+        ):
+            unet3d.predict(
+                [file, bad], [checkpoint], output=output, devices=devices, overwrite=True
+            )
+        assert caplog.text.count(result) == 2 and f"Skipped: cannot read {bad}: " in caplog.text
     with pytest.raises(ResultExistsError, match=r"scan\.nii\.gz exists"):
         unet3d.predict(file, checkpoint, output=output)
     with pytest.raises(TypeError, match="has no option sharpen"):

@@ -26,8 +26,8 @@ unet3d evaluate demo/scan_seg.nii.gz demo/unseen/labelsTr/phantom_000.nii.gz \
 
 echo "
 Labels: 1 brain, 2 ventricles, 3 lesion.
-Look at  demo/run/progress.png           loss and Dice while it trained
-         demo/run/memory.png             what each device held
-         demo/run/validation/worst.png   the validation case with the lowest Dice, and what is true
+Look at  demo/run/progress.png           loss and Dice during training
+         demo/run/memory.png             memory of each device
+         demo/run/validation/worst.png   the validation case with the lowest Dice, beside its labels
          demo/scan_seg.nii.gz            the segmentation of demo/unseen/imagesTr/phantom_000.nii.gz
          demo/scan_seg.png               the same as a picture"

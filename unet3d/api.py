@@ -36,8 +36,8 @@ from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
-from unet3d.nnunet.model_files import networks_in
-from unet3d.runs.finding import checkpoint_in, chosen_folds
+from unet3d.nnunet.model_files import network_in, networks_in
+from unet3d.runs.finding import chosen_folds
 from unet3d.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[An
 """A file or folder, one file per channel, a nibabel image, or an array."""
 
 _training = Lock()
-"""One training at a time: random state and thread count of PyTorch belong to the whole process."""
+"""Held while training: PyTorch's random state and thread count belong to the whole process."""
 
 
 class Segmenter:
@@ -197,7 +197,7 @@ def predict(
     processes run for the duration of this call.
 
     Args:
-        images: Files, or folders of them or of DICOM slices.
+        images: Files, folders of files, or folders of DICOM slices.
         checkpoint: As in :func:`load`; several networks are averaged.
         output: File or folder; None: beside each image, ``scan_seg.nii.gz``.
         folds: As in :func:`load`.
@@ -329,7 +329,7 @@ def train(
         "parallel.devices": None if devices is None else tuple(names_of(devices)),
         "training.epochs": epochs,
         "data.fold": fold,
-        "training.init": None if init is None else checkpoint_in(Path(init)),
+        "training.init": None if init is None else network_in(Path(init)),
     }
     changes = {key: value for key, value in named.items() if value is not None}
     request = Request(

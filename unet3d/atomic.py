@@ -67,10 +67,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @contextmanager
 def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
-    """Yield a temporary name in the same folder, and replace a file with what is written to it.
+    """Yield a temporary file in the same folder, which then replaces a file.
 
     A device or a pipe is refused, and the new file keeps the permissions of the old one. Without
-    ``may_exist``, an existing file, also one of a faster writer, raises FileExistsError.
+    ``may_exist``, an existing file raises FileExistsError, even if it appears only meanwhile.
     """
     with _temporary(path, Path.touch) as unfinished:
         yield unfinished
@@ -177,7 +177,7 @@ def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> No
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether a name is that of a temporary file or folder of unet3d."""
+    """Return whether a path has the name of a temporary file or folder of unet3d."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -231,7 +231,7 @@ def _claim(unfinished: Path, path: Path) -> None:
 
 
 def _keep_permissions(unfinished: Path, path: Path) -> None:
-    """Give a file the mode and, where the system allows it, the owner of the one it replaces."""
+    """Give a file the mode and, where the system allows it, the owner of the file it replaces."""
     with suppress(FileNotFoundError, PermissionError):
         old, new = path.lstat(), unfinished.lstat()
         if not stat.S_ISREG(old.st_mode):  # a link's own mode says nothing

@@ -34,7 +34,7 @@ class DatasetError(Unet3dError):
 
 
 class VolumeError(Unet3dError):
-    """One volume cannot be read, or cannot be used as it is."""
+    """One volume cannot be read or used."""
 
 
 class CacheError(Unet3dError):
@@ -46,7 +46,7 @@ class DeviceError(Unet3dError):
 
 
 class DoesNotFitError(DeviceError):
-    """A device has too little memory for what was asked of it."""
+    """A device has too little memory for the requested work."""
 
 
 class RankError(Unet3dError):

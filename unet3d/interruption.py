@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 REPEAT_SECONDS = 0.05
-"""Delay until an interruption that Python could not raise is repeated."""
+"""Delay before an interruption that Python ignored is raised again."""
 
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
@@ -103,8 +103,8 @@ _stop = _Stop()
 def stop_on_signals(is_rank: bool) -> None:
     """Handle the signals from now on: they end this program.
 
-    ``is_rank``: another command has started this process, as a rank or for a fold, and tells the
-    user. Then a second signal is ignored, because terminals and launchers send it twice.
+    ``is_rank``: another command has started this process, as a rank or for a fold, and reports to
+    the user. Then a second signal is ignored, because terminals and launchers send it twice.
     """
     _stop.is_rank = is_rank
     sys.unraisablehook = _stop.repeat

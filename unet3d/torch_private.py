@@ -25,33 +25,37 @@ from torch.nn.modules.dropout import _DropoutNd
 def storage_key(tensor: Tensor) -> int:
     """Return a key that tensors with the same memory share while one of them lives.
 
-    In place of the address, which fake tensors do not have.
+    The public alternative is the address, but fake tensors have none.
     """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 _OWN_HOLDERS = 1 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 2
-"""References to a gradient in its own backward function: before 2.13 also the Python object's."""
+"""Use count of a gradient that only its own backward function has; before PyTorch 2.13 the Python
+object counts, too."""
 
 
 def is_held_elsewhere(gradient: Tensor) -> bool:
-    """Return whether autograd has passed a gradient to others, too; replaces copying every one."""
+    """Return whether a gradient has other holders, to which autograd has passed it, too.
+
+    Without this check, every gradient would have to be copied.
+    """
     return gradient._use_count() > _OWN_HOLDERS  # type: ignore[attr-defined, no-any-return]
 
 
 def version(tensor: Tensor) -> int | None:
-    """Return a counter of in-place changes, in place of a copy; None: an inference tensor."""
+    """Return a counter of in-place changes, without copying a tensor; None: an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view, in place of catching its error."""
+    """Return whether autograd treats a tensor as a view; publicly, only its errors show this."""
     return tensor._is_view()
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors in one launch, in place of one for each."""
+    """Copy tensors in one launch; public functions need one launch for each tensor."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -66,7 +70,7 @@ def without_dispatch() -> AbstractContextManager[None]:
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of an operation's arguments and results, instead of parsing its name."""
+    """Return the schema of an operation's arguments and results, without parsing its name."""
     return operation._schema
 
 
@@ -76,25 +80,25 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_dropout(modules: Iterable[nn.Module]) -> bool:
-    """Return whether one of the modules is a dropout, in place of a list of its classes."""
+    """Return whether one of the modules is a dropout, without listing the classes of dropouts."""
     return any(isinstance(module, _DropoutNd) for module in modules)
 
 
 def x86_has_bfloat16() -> bool:
-    """Return whether an x86 processor has AVX512-BF16 or AMX, in place of ``/proc/cpuinfo``."""
+    """Return whether an x86 processor has AVX512-BF16 or AMX, without parsing ``/proc/cpuinfo``."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def mkldnn_has_bfloat16() -> bool:
-    """Return whether oneDNN can use bfloat16 on this processor, in place of ``/proc/cpuinfo``."""
+    """Return whether oneDNN can use bfloat16 on this machine, without parsing ``/proc/cpuinfo``."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def free_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps for each stream, in place of a new process."""
+    """Free the workspaces that cuBLAS keeps for each stream, without starting a new process."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Change the timeout of the default process group, in place of a second group."""
+    """Change the timeout of the default process group, without creating a second group."""
     _set_pg_timeout(timeout)

@@ -56,6 +56,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("train", "--epoch", "3"), "--epochs"),
         (("check", "my", "data"), "(data); use quotes if a name has spaces"),
         (("train", "data", "--resume", "runs/a"), "(runs/a); --resume takes no value"),
+        (("train", "data", "--folds", "0", "1"), "(1); join numbers with commas, without spaces"),
         (("predict", ""), "an argument is empty; name what it stands for"),
         (("plan", "data", "--device-memory", "80GB"), "'80GB' is not a number; leave out units"),
         (("predict",), "Missing argument 'IMAGES...'"),
@@ -63,6 +64,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("predict", "a.nii", "--scratch", __file__), "Invalid value for '--scratch': "),
         (("convert", "model", "--folds", "all,0", "-o", "a.pt"), "names no folds"),
         (("plan", "--checkpoint", "a.pt"), "--checkpoint needs --predict SCAN"),
+        (("plan", "--skip-background"), "--skip-background needs --predict SCAN"),
         (("plan", "data", "--predict", "a.nii"), "drop DATASET and --measure"),
     ],
 )

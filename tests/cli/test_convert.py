@@ -127,6 +127,7 @@ def test_folders_are_not_named_like_files(capsys):
     for words, message in (
         (("-o", "model.PT"), "model.PT ends in .PT; name a file *.pt, or a folder"),
         (("-o", "model.zip"), "model.zip ends in .zip"),
+        (("-o", "model.txt"), "model.txt ends in .txt"),
         (("-o", "model.nii.gz"), "model.nii.gz cannot hold the results"),
         (("--to", "nnunet", "-o", "model.pt"), "model.pt ends in .pt; name a folder with --output"),
     ):

@@ -117,7 +117,7 @@ def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warnin
     Path("data/dataset.json").write_text("{")
     assert run("evaluate", label, label, "--json", "scores.json") == 0
     (warning,) = caplog.messages
-    assert "labels have no names" in warning and "is not valid JSON" in warning
+    assert "label values are shown without names" in warning and "is not valid JSON" in warning
     assert json.loads(Path("scores.json").read_text())["mean"]["1"]["name"] is None
     assert "is not valid JSON" in refusal(capsys, "evaluate", label, label, "--dataset", "data")
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import refusal, run
-from tests.images.samples import write_msd
+from tests.command_line import refusal, run, scan_array
+from tests.images.samples import write_msd, write_volume
+from tests.networks import write_checkpoint
 from tests.trainings import contents
 from unet3d.planning import comparison, placements, sweep
 from unet3d.reports import figures, plan, tuning
@@ -149,6 +150,24 @@ def test_a_tuning_picture_is_replaced_only_if_that_is_asked_for(capsys, monkeypa
     assert picture.stat().st_mode & 0o777 == 0o604
 
 
+def test_a_scan_is_planned_with_the_settings_that_its_prediction_gets(capsys):
+    write_checkpoint(Path("network.pt"), patch_size=(8, 8, 8))
+    write_volume(Path("scan.nii.gz"), scan_array((16, 16, 24)))
+    scan = ("--predict", "scan.nii.gz", "--checkpoint", "network.pt", "--devices", "cpu")
+    window = ("--set", "inference.window=16,16,16", "--set", "inference.overlap=0.5")
+
+    def planned(*options):
+        assert run("plan", *scan, *options, "--json", "plan.json", "--overwrite") == 0
+        return json.loads(Path("plan.json").read_text())
+
+    large = planned(*window)
+    assert (planned()["num_windows"], large["num_windows"]) == (3 * 3 * 5, 2)
+    sums = planned(*window, "--skip-background")["slab_bytes"] - large["slab_bytes"]
+    assert sums == 16 * 16 * 24 * 4  # of the weights of both windows, which are computed at once
+    line = refusal(capsys, "plan", *scan, "--shape", "8,8,8")
+    assert line == "Error: --predict does not use --shape; leave it out"
+
+
 @pytest.mark.parametrize("amount", ["nan", "inf", "-inf", "1e+300", "0.0"])
 def test_an_amount_of_memory_that_is_none_is_refused(amount, capsys):
     for options in (SMALL[:-2], ("--predict", "scan.nii.gz")):
@@ -178,7 +197,7 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
     assert note in shown[0]
     first, planned, link, beside = json.loads(Path("plan.json").read_text())["notes"]
     assert note in first and link == "link between the GPUs: not measured, NVLink is assumed."
-    assert beside == "Beside its peak, a GPU needs 1 GiB; fits includes it."
+    assert beside == "A GPU needs 1 GiB beside its peak; the column fits includes it."
     assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "voxels\n" not in before_first

@@ -20,7 +20,8 @@ from tests.trainings import SMALL, run, settings, weights, without_drawing, word
 from unet3d.distributed import launcher
 from unet3d.distributed.launcher import Failure, _reason, launch, meeting_folder
 from unet3d.distributed.ranks import TRAINING, report_end
-from unet3d.errors import RankError, Unet3dError
+from unet3d.errors import DatasetError, RankError, Unet3dError, VolumeError
+from unet3d.inference.sliding_window import NonFiniteLogitsError
 from unet3d.interruption import Interrupted
 
 ALONE: Any = {"num_ranks": 1, "on_gpus": False}
@@ -223,8 +224,9 @@ def failure(rank, exit_status, **report):
     return Failure(rank, exit_status, report)
 
 
-def told(rank, kind, seconds, text):
-    report = {"kind": kind, "time": seconds, "message": {"message": text}}
+def told(rank, kind, seconds, text, error=DatasetError):
+    types = [one.__name__ for one in error.__mro__]
+    report = {"kind": kind, "types": types, "time": seconds, "message": {"message": text}}
     return failure(rank, 1, **report)
 
 
@@ -261,7 +263,9 @@ def test_ranks_that_end_in_the_middle_of_their_work_are_told_from_those_that_say
     """If a rank ends without a report, a prediction says which scans are left."""
     for kind in ("consequence", "device", "hang"):
         assert type(_reason([told(0, kind, 5.1, "no")])) is RankError
-    assert type(_reason([told(0, "explained", 5.1, "2 of 3 scans could not be")])) is Unet3dError
+    assert type(_reason([told(0, "explained", 5.1, "2 of 3 scans could not be")])) is DatasetError
+    nan = told(0, "explained", 5.1, "the output is NaN", NonFiniteLogitsError)
+    assert type(_reason([nan])) is VolumeError
 
 
 def test_the_meeting_folder_is_private(tmp_path, monkeypatch):

@@ -98,9 +98,7 @@ def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
 def test_analyze_files_are_refused(tmp_path):
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
-    assert "convert Analyze 7.5, which has no orientation" in refusal(
-        tmp_path / "old.hdr", open_image
-    )
+    assert "such as Analyze 7.5, convert it to NIfTI" in refusal(tmp_path / "old.hdr", open_image)
 
 
 def test_a_format_is_a_module_and_a_line_of_the_table(tmp_path, monkeypatch):

@@ -163,10 +163,13 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
     refuses(
-        scans[:1],
-        "results.v2: a segmentation ends in .nii.gz or .nii or .* or .zarr; name",
-        output,
+        scans[:1], "results.v2: a segmentation ends in .nii.gz or .nii or .* or .zarr; name", output
     )
+    for name in ("results.v2", "results.nii.gz"):
+        (scan,) = found_of(scans[:1], f"{tmp_path / name}/", 1).to_segment
+        assert scan.output == tmp_path / name / "a.nii.gz"
+    (scan,) = found_of(scans[:1], f"{tmp_path / 'seg.ome.zarr'}/", 1).to_segment
+    assert scan.output == tmp_path / "seg.ome.zarr"
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from tests.command_line import process_environment
+from unet3d.inputs import ahead as module
 from unet3d.inputs.ahead import ahead, each_ahead, in_threads
 
 
@@ -80,12 +82,25 @@ def test_results_are_in_order_and_the_first_error_waits_for_nobody():
     may_end.set()
 
 
-def test_a_process_that_ends_does_not_wait_for_it():
+def test_a_thread_that_could_not_start_does_not_matter_at_the_end(monkeypatch):
+    monkeypatch.setattr(module, "_working", {})
+    monkeypatch.setattr(module.Thread, "start", Mock(side_effect=RuntimeError("no more threads")))
+    with pytest.raises(RuntimeError, match="no more"):
+        ahead(int)
+    assert len(module._working) == 1
+    module._end_work()
+
+
+@pytest.mark.parametrize("work", ["time.sleep", "lambda _: [numbers.sort() for _ in range(20)]"])
+def test_a_process_that_ends_waits_for_it_only_shortly(work):
+    """PyTorch would abort a process that ends during its work."""
     code = (
-        "import sys, time\n"
-        "from unet3d.inputs.ahead import ahead, each_ahead\n"
-        "future = ahead(lambda: time.sleep(60))\n"
-        "futures = each_ahead(time.sleep, [60, 60], num_threads=2)\n"
+        "import sys, time, torch\n"
+        "from unet3d.inputs.ahead import each_ahead\n"
+        "numbers = torch.rand(10**5)\n"
+        f"one, *others = each_ahead({work}, [60] * 40, num_threads=2)\n"
+        "while not one.running():\n"
+        "    pass\n"
         "sys.exit(3)\n"
     )
     ended = subprocess.run(

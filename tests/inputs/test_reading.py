@@ -40,6 +40,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         (b"\xff\xfe", "not text in UTF-8"),
         (b'{"a": NaN}', "NaN is not a number of JSON"),
         (b'{"a": -Infinity}', "-Infinity is not a number of JSON"),
+        (b'{"a": -1e999}', "-1e999 is too large for a floating-point number"),
         (b'{"a": 1, "b": 2, "a": 3}', "it names 'a' twice"),
         (b'{"\\u001b[2J": 1, "\\u001b[2J": 2}', r"it names '\\x1b\[2J' twice"),
         (b"9" * 10_000, "digits"),

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from unet3d.kernels.maps import detached, mark_padded, pad_z
+from unet3d.kernels.conv.folded import pad_z
+from unet3d.kernels.maps import detached, mark_padded
 from unet3d.kernels.sharding import sharded
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS
-from unet3d.kernels.maps import pad_z
+from unet3d.kernels.conv.folded import pad_z
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 1), (2, 0), (0, 0)])

@@ -12,7 +12,7 @@ import pytest
 from tests.networks import random_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError
-from unet3d.nnunet.model_files import known_as, networks_in
+from unet3d.nnunet.model_files import known_as, network_in, networks_in
 from unet3d.runs.checkpoint import save_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -50,6 +50,17 @@ def test_folds_of_a_model(tmp_path):
     assert names(networks_in(model / "fold_1")) == ["fold_1"]
     # The fold on all cases is used if there is no other.
     assert names(networks_in(model_of(tmp_path / "other" / NAME, "all"))) == ["fold_all"]
+
+
+def test_training_starts_from_one_fold_of_a_model(tmp_path):
+    model = model_of(tmp_path / NAME, 0, 1)
+    assert names([network_in(model / "fold_1")]) == ["fold_1"]
+    with pytest.raises(CheckpointError, match=r"several checkpoints: .*fold_0/.*; name one of"):
+        network_in(model)
+    assert names([network_in(model_of(tmp_path / "other" / NAME, 0))]) == ["fold_0"]
+    archive_of(model, tmp_path / "Task.zip")
+    with pytest.raises(CheckpointError, match=r"Task.zip is an archive; unpack it, and name its"):
+        network_in(tmp_path / "Task.zip")
 
 
 def test_the_folder_of_a_data_set_with_one_model(tmp_path):

@@ -176,7 +176,7 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
         (with_args(plans=None), "there is no plans.json"),
         (with_args(dataset_json={**DATASET, "labels": {"a": 1, "b": 3}}), "not 0, 1, 2"),
         (with_args(dataset_json={**DATASET, "labels": None}), "labels is None"),
-        (with_args(dataset_json={**DATASET, "channel_names": {"0": "CT"}}), "names 1 channels"),
+        (with_args(dataset_json={**DATASET, "channel_names": {"0": "CT"}}), "names 1 channel,"),
         (
             {**CONTENT, "inference_allowed_mirroring_axes": (0, 7)},
             "mirroring_axes.1 must be at most 2",

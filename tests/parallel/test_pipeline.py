@@ -107,7 +107,7 @@ def test_a_network_that_changes_what_others_read_is_refused_by_name(place, chang
     parts.insert(place, InPlace())
     network = SequentialNetwork(nn.Sequential(*parts), (2, 16, 16, 8)).double()
     executor = parallelize(network, Layout(devices=(CPU, CPU), cuts=(1,)))
-    with pytest.raises(ConfigError, match=f"changes its tensor {changed} in place"):
+    with pytest.raises(ConfigError, match=f"changes the tensor {changed} in place"):
         executor.forward_backward(*make_batch(1), dice_cross_entropy)
 
 

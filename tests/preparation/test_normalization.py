@@ -169,5 +169,5 @@ def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, m
     array = noise((2, 17, 17, 17)).astype(np.float64)
     wrong = np.random.default_rng(0).permutation(4913)[:number]
     array[1].reshape(-1)[wrong] = value
-    with pytest.raises(VolumeError, match=f"has {number} voxels of 9826 that are NaN .*; replace"):
+    with pytest.raises(VolumeError, match=f"has {number} of 9826 voxels that are NaN .*; replace"):
         measured(image_of(array), [None, None])

@@ -71,6 +71,18 @@ def names_in(path):
     return [str(file.relative_to(path)) for file in checkpoints_in(path)]
 
 
+def test_an_unfinished_run_is_named_but_not_a_copied_checkpoint(tmp_path, caplog):
+    run = RunFolder(tmp_path)
+    run.latest.touch()
+    assert checkpoints_in(tmp_path) == (run.latest,)
+    run.data.write_text("{}")
+    assert caplog.messages == []
+    assert checkpoints_in(tmp_path) == (run.latest,)
+    assert caplog.messages == [f"{tmp_path}: training has not finished"]
+    run.summary.write_text("{}")
+    assert checkpoints_in(tmp_path) == (run.latest,) and len(caplog.messages) == 1
+
+
 def test_a_folder_stands_for_one_checkpoint_of_each_fold(tmp_path, caplog):
     for fold in (0, 2, 10):
         put_run(tmp_path, f"mine/fold{fold}", 1, None)

@@ -1,5 +1,6 @@
 """Beginning with the weights of another run: weights that are used, new layers, and errors."""
 
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -204,6 +205,11 @@ def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
     run(fine_tuning(cache, init, *small), tmp_path / "run")
     assert_same_weights(tmp_path / "run", finished)
     assert f"training starts from the weights of {init}; no layer is new" in caplog.messages
+    assert "scores will be too high" not in caplog.text
+    run(fine_tuning(cache, init, *small, "data.fold=1"), tmp_path / "other")
+    (case,) = json.loads((tmp_path / "other/data.json").read_text())["validation"]
+    words = f"trained on 1 validation case of this run ({case}), so scores will be too high; choose"
+    assert words in caplog.text
 
 
 def test_it_goes_on_without_the_file(cache, finished, tmp_path):
@@ -244,6 +250,6 @@ def test_a_model_of_nnunet_may_be_named_itself(tmp_path):
     assert planned(path, (32, 48, 16), (1.0, 0.5, 3.0)) == TOPOLOGY
     assert config.data.spacing_mm == (1.0, 0.5, 3.0)
     network = UNet3d(TOPOLOGY)
-    begin_with(path, network, preparing(2, "organ", "lésion"), Group(Ranks()))
+    begin_with(path, network, preparing(2, "organ", "lésion"), Group(Ranks()), {})
     stem = "encoder.levels.0.0.conv.weight"
     assert_equal(network.state_dict()[stem], random_weights()[stem])

@@ -1,4 +1,4 @@
-"""The checkpoints that a command uses: the named ones, or those of the newest finished run."""
+"""The checkpoints that a command uses: the named ones, or the newest finished run's."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,7 +29,7 @@ def named_checkpoints(
 def wanted_checkpoints(
     paths: Sequence[Path], folds: tuple[int, ...] | None = None
 ) -> tuple[Path, ...]:
-    """Return the checkpoints that paths name; without paths, those of the newest finished run.
+    """Return the checkpoints that paths name; without paths, the newest finished run's.
 
     ConfigError if ``runs/`` has runs of several data sets, finished or not, because a scan may
     belong to any of them.

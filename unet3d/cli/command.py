@@ -71,7 +71,7 @@ class Command(click.Command):
         }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; errors say what is often behind them."""
+        """Read the arguments; an error about extra arguments names the likely cause."""
         if "" in args:  # a shell's variable that is not set; as a path it would be this folder
             raise click.UsageError("an argument is empty; name what it stands for", ctx)
         flags = {name for option in self.params if _is_flag(option) for name in option.opts}
@@ -80,12 +80,16 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             _, is_extra, extra = error.message.partition(" extra argument")
-            flag = next(
-                (after[word] for word in extra.split("(")[-1][:-1].split() if word in after), ""
-            )
-            advice = f"{flag} takes no value" if flag else "use quotes if a name has spaces"
             if not is_extra:
                 raise
+            words = extra.partition("(")[2].removesuffix(")").split()
+            flag = next((after[word] for word in words if word in after), None)
+            if flag is not None:
+                advice = f"{flag} takes no value"
+            elif all(re.fullmatch(r"[\d.,\]]+", word) for word in words):
+                advice = "join numbers with commas, without spaces"
+            else:
+                advice = "use quotes if a name has spaces"
             raise click.UsageError(f"{error.message}; {advice}", ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -11,8 +11,8 @@ from unet3d.cli.options import common_options
 def config(settings: GivenSettings) -> None:
     """Print every setting with its meaning, as YAML.
 
-    Save the output to a file, edit it, and give it to unet3d train --config. Its values are the
-    defaults, changed by --config, --preset and --set.
+    Save the output to a file, edit it, and give it to unet3d train --config. The
+    printed values are the defaults, changed by --config, --preset and --set.
     """
     from unet3d.config.configuration import commented_yaml
 

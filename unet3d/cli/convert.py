@@ -14,7 +14,10 @@ from unet3d.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
-FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip", ".json"}
+FILES = {
+    *(".pt", ".pth", ".ckpt", ".pkl", ".bin", ".h5", ".npz", ".safetensors", ".onnx"),
+    *(".zip", ".tar", ".gz", ".tgz", ".json", ".yaml", ".txt"),
+}
 """Endings of names of files; the name of a folder may have others, such as ``models.v2``."""
 
 
@@ -51,12 +54,12 @@ def convert(
     MODEL is a folder or an archive of nnU-Net, or a checkpoint or a run of unet3d.
     """
     checkpoints = named_checkpoints([model], folds)
+    above = [folder for path in checkpoints for folder in path.absolute().parents]
+    refuse_input(output, *checkpoints, *(above if format_ == "nnunet" else ()))
     is_file = output.suffix.lower() in FILES and not output.is_dir()
     if is_file and (format_ == "nnunet" or output.suffix != ".pt"):
         what = "a folder" if format_ == "nnunet" else "a file *.pt, or a folder"
         raise ConfigError(f"{output} ends in {output.suffix}; name {what} with --output")
-    above = [folder for path in checkpoints for folder in path.absolute().parents]
-    refuse_input(output, *checkpoints, *(above if format_ == "nnunet" else ()))
     if format_ == "nnunet":
         _write_model(checkpoints, output, overwrite=overwrite)
         return

@@ -30,7 +30,8 @@ from unet3d.cli.output import check_result, files_of, load_torch, show_result, w
         "contains LABELS.",
     ),
     checkpoint_option(
-        "Checkpoint or run that names the labels instead, such as one trained with data.labels."
+        "Checkpoint or run, such as one trained with data.labels, that names the labels instead of "
+        "a data set."
     ),
     click.option(
         "--ignore",

@@ -76,7 +76,7 @@ common_options = grouped(
         help="One setting, such as training.batch_size=4; repeatable. unet3d config lists all.",
     ),
 )
-"""Options that name a configuration; each overrides those before it."""
+"""Options that name a configuration; each overrides the options before it."""
 
 devices_option = setting(
     "parallel.devices",
@@ -122,9 +122,11 @@ batch_options = (
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace existing results.")
 
 
-def output_option(help_: str, *, required: bool = False) -> Callable[[Function], Function]:
+def output_option(
+    help_: str, *, type_: click.Path = FILE, required: bool = False
+) -> Callable[[Function], Function]:
     """Return a decorator that adds the option ``--output``."""
-    return click.option("-o", "--output", type=FILE, required=required, help=help_)
+    return click.option("-o", "--output", type=type_, required=required, help=help_)
 
 
 def json_option(what: str) -> Callable[[Function], Function]:

@@ -157,7 +157,7 @@ def write_json(path: Path | None, content: dict[str, Any], overwrite: bool) -> N
 def load_torch() -> None:
     """Import PyTorch, and exclude its objects from garbage collection.
 
-    That saves half a second, for collections during the import and as the process ends.
+    That saves half a second of garbage collection, during the import and when the process ends.
     """
     if "torch" in sys.modules:
         return

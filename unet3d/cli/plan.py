@@ -29,7 +29,7 @@ from unet3d.cli.output import (
     write_json,
     writing_result,
 )
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
     from unet3d.config import Config
@@ -62,6 +62,7 @@ TOO_LARGE = (
         help="Predict the memory for segmenting this scan; repeatable: one file per channel.",
     ),
     checkpoint_option("With --predict: the network, as in unet3d predict.", several=True),
+    click.option("--skip-background", is_flag=True, help="With --predict: as in unet3d predict."),
 )
 @grouped(
     "Devices",
@@ -102,6 +103,7 @@ def plan(
     device_memory: float | None,
     scan: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
+    skip_background: bool,
     json_path: Path | None,
     overwrite: bool,
     step_record: Path | None,
@@ -116,30 +118,16 @@ def plan(
         _measure_rank(settings.config, step_record)
         return
     from unet3d.datasets.dataset import load_dataset
-    from unet3d.inference.request import PredictionRequest
-    from unet3d.inference.scan_search import refuse_early
     from unet3d.memory.gpus import refuse_unknown_memory
 
-    if checkpoints and not scan:
-        raise click.UsageError("--checkpoint needs --predict SCAN; add it")
+    if (checkpoints or skip_background) and not scan:
+        name = "--checkpoint" if checkpoints else "--skip-background"
+        raise click.UsageError(f"{name} needs --predict SCAN; add it")
     if scan:
         if "data.dataset" in settings.changes or measure:
             raise click.UsageError("--predict is for one scan; drop DATASET and --measure")
         check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
-        if device_memory is None:
-            settings.check_devices()
-        refuse_early(PredictionRequest(images=scan, goes_on=True))
-        checkpoints = wanted_checkpoints(checkpoints)
-        with working("predicting"):
-            load_torch()
-            from unet3d.inference.prediction_memory import planned_prediction
-
-            parallel = settings.config.parallel
-            record = planned_prediction(scan, checkpoints, parallel, device_memory)
-        from unet3d.reports.plan import prediction_lines
-
-        for line in prediction_lines(record, scan[0].name):
-            show_result(line)
+        record = _predict_scan(settings, scan, checkpoints, skip_background, device_memory)
         write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:
@@ -177,8 +165,44 @@ def plan(
     write_json(json_path, {**record, "notes": [*notes, *record["notes"]]}, overwrite)
 
 
+def _predict_scan(
+    settings: GivenSettings,
+    scan: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
+    skip_background: bool,
+    device_memory: float | None,
+) -> dict[str, Any]:
+    """Show the memory for segmenting a scan."""
+    from unet3d.inference.request import PredictionRequest
+    from unet3d.inference.scan_search import refuse_early
+
+    used = ("inference.", "parallel.")
+    if ignored := [key for key in settings.changes if not key.startswith(used)]:
+        raise ConfigError(f"--predict does not use {ignored[0]}; leave it out")
+    if device_memory is None:
+        settings.check_devices()
+    refuse_early(PredictionRequest(images=scan, goes_on=True))
+    given = settings.config.flat(only_set=True)
+    request = PredictionRequest(
+        images=scan,
+        checkpoints=wanted_checkpoints(checkpoints),
+        settings={key: value for key, value in given.items() if key.startswith(used)},
+        skip_background=skip_background,
+    )
+    with working("predicting"):
+        load_torch()
+        from unet3d.inference.prediction_memory import planned_prediction
+
+        record = planned_prediction(request, device_memory)
+    from unet3d.reports.plan import prediction_lines
+
+    for line in prediction_lines(record, scan[0].name):
+        show_result(line)
+    return record
+
+
 def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
-    """Show the memory of every placement, then the largest volume of each as it is found."""
+    """Show the memory of all placements, then the largest volume of each, which takes a search."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 

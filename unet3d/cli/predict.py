@@ -84,7 +84,8 @@ if TYPE_CHECKING:
 )
 @grouped(
     "Output",
-    output_option("File or folder; default: beside each image."),
+    # Text, because a path does not keep the / at the end of a folder.
+    output_option("File or folder; default: beside each image.", type_=click.Path()),
     click.option(
         "--statistics", is_flag=True, help="Also write volume and intensity of each label, as JSON."
     ),
@@ -142,14 +143,16 @@ def predict(
 
 @click.command("predict-as-rank", hidden=True)
 @click.argument("request", type=FILE)
-def predict_as_rank(request: Path) -> None:
+@click.option("--log", "logs", is_flag=True)
+def predict_as_rank(request: Path, logs: bool) -> None:
     """Run as one rank of the prediction that a file describes."""
     from unet3d.inputs.reading import read_json
 
-    _run(read_json(request), begin_as_rank())
+    _run(read_json(request), begin_as_rank(), logs)
 
 
-def _run(asked: dict[str, Any], ranks: "Ranks") -> None:
+def _run(asked: dict[str, Any], ranks: "Ranks", logs: bool = False) -> None:
+    """Segment scans; progress goes to the log if ``logs``, otherwise to the terminal."""
     load_torch()
     from unet3d.api import draw_preview
     from unet3d.cli.terminal_progress import TerminalProgress
@@ -158,7 +161,8 @@ def _run(asked: dict[str, Any], ranks: "Ranks") -> None:
 
     request = PredictionRequest.of(asked)
     is_dealt = request.settings.get("parallel.mode") == "data"
-    progress = TerminalProgress(is_live=ranks.is_first and not is_dealt)
+    is_live = ranks.is_first and not is_dealt
+    progress = prediction.Progress() if logs else TerminalProgress(is_live=is_live)
     prediction.predict(request, ranks, progress, draw_preview)
 
 

@@ -24,7 +24,7 @@ class TerminalProgress(Progress):
         self._console = Console(stderr=True, force_terminal=None if is_live else False)
 
     def said(self, line: str) -> None:
-        """Show the result of a scan."""
+        """Show a line about a finished scan."""
         click.echo(line)
 
     def warned(self, what: str, line: str) -> None:
@@ -45,7 +45,7 @@ class TerminalProgress(Progress):
         self._show(f"{self._scan}: {name}")
 
     def windows_done(self, done: int, total: int) -> None:
-        """Show how many windows are done; 0 starts over, such as with fewer at a time."""
+        """Show how many windows are done; 0 if the scan starts over, as in smaller batches."""
         now = time.monotonic()
         if done == 0:
             self._began = now

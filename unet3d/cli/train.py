@@ -90,9 +90,10 @@ def train(
     ranks = begin_as_rank(quiet)
     changes = dict(settings.changes)
     if changes.get("training.init") is not None:
-        from unet3d.runs.finding import checkpoint_in, refuse_other_file
+        from unet3d.nnunet.model_files import network_in
+        from unet3d.runs.finding import refuse_other_file
 
-        changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
+        changes["training.init"] = network_in(Path(changes["training.init"]))
         refuse_other_file(changes["training.init"])
     request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     if ranks.is_first:
@@ -124,7 +125,7 @@ def train(
 
 
 def _results(folder: "RunFolder", memory: Mapping[str, Any] | None) -> Iterator["str | Table"]:
-    """Yield the results of a training run, of one fold or of several, and what to do with them."""
+    """Yield the results of a run over one or several folds, and commands for what users do next."""
     from unet3d.inputs.reading import read_json
     from unet3d.reports.tables import dice_table, folds_table, memory_table
 

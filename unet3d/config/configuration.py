@@ -143,7 +143,7 @@ class Config(Section):
         return _validated(tree)
 
     def flat(self, only_set: bool = False) -> dict[str, Any]:
-        """Return settings as plain values by dotted key, all of them or only those that are set."""
+        """Return settings as plain values by dotted key: all, or only the settings that are set."""
 
         def items(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             for key, value in tree.items():
@@ -230,7 +230,7 @@ def parsed_value(key: str, value: Any) -> Any:
     needs no quotes.
     """
     if not isinstance(value, str):
-        return value.tolist() if hasattr(value, "tolist") else value  # an array, a number of NumPy
+        return value.tolist() if hasattr(value, "tolist") else value  # NumPy array or number
     setting = settings_of(Config).get(key)
     if setting is not None and setting.is_path:
         return None if value in ("", "null") else value  # it may hold a comma or a #

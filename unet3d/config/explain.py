@@ -76,7 +76,7 @@ def phrase_of(problem: dict[str, Any], model: type[Section], tree: Any) -> str:
             break
         key, tree = f"{key}{name}.", tree[name]
     key = key.removesuffix(".")
-    if problem["type"] == "value_error":  # of a validator of ours
+    if problem["type"] == "value_error":  # one of our validators raised it
         is_of_section = not key or settings[key].is_section
         return f"{'' if is_of_section else f'{key} '}{problem['ctx']['error']}"
     return f"{key} is {_as_typed(tree)}; give {settings[key].allowed}"

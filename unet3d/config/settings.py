@@ -58,8 +58,8 @@ class DataSettings(Section):
     """How intensities are scaled. ct: by the Hounsfield statistics of the data set. z-score: by the
     mean and standard deviation of each case; of nonzero voxels only, if cropping zeros around the
     image removes a quarter of the volume or more. auto: chosen by the name of each channel as in
-    nnU-Net: CT is ct, noNorm is none, rescale_to_0_1 maps to 0 ... 1, rgb_to_0_1 divides by 255,
-    and any other name is z-score."""
+    nnU-Net: ct for CT, none for noNorm, a range of 0 to 1 for rescale_to_0_1, division by 255 for
+    rgb_to_0_1, and z-score for any other name."""
     cache: FilePath | None = None
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
@@ -76,7 +76,7 @@ class AugmentationSettings(Section):
     """Random changes of training patches; each probability is per patch.
 
     The defaults are nnU-Net's. ``patches.augmentation`` chooses among these values, and
-    ``patches.augmentation_details`` overrides single ones.
+    ``patches.augmentation_details`` overrides single values.
     """
 
     rotation_probability: Fraction = 0.2
@@ -121,7 +121,7 @@ class AugmentationSettings(Section):
 
     @property
     def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
-        """The axes that are set, or Y and Z if the labels decide but are not known."""
+        """The axes that are set; for ``auto`` Y and Z, because X depends on the labels."""
         return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
 
 
@@ -142,16 +142,16 @@ def _of_augmentation(details: dict[str, Any]) -> dict[str, Any]:
 
 
 class PatchSettings(Section):
-    """The training crops."""
+    """The training patches."""
 
     size: Annotated[Literal["auto", "whole"] | Shape, FEW_VOXELS] = "auto"
     """Voxels along X, Y, Z; auto: as many as fit into ``patches.memory_gib`` with a batch of two,
     at most the median shape of the data set; whole: the complete case, padded to a size that the
     network can halve."""
     memory_gib: Auto[Annotated[float, Field(ge=0.01, le=1e6), NUMBER]] = 10.0
-    """Memory of one GPU, in GiB, that a step may use. Patch and batch are planned for it if they
-    are auto. If a GPU has less, the plan uses 90 % of the smallest GPU. Several GPUs, or a CPU, are
-    planned for like one GPU. auto: 10, on a CPU 1.1."""
+    """Memory of one GPU, in GiB, that a step may use. If patch and batch are auto, they are planned
+    for this memory. If a GPU has less, the plan uses 90 % of the smallest GPU. Patch and batch for
+    several GPUs, or for a CPU, are planned as for one GPU. auto: 10, on a CPU 1.1."""
     foreground_fraction: Fraction = 0.33
     """Share of the patches of a batch that are centred on a labelled voxel, at least one patch
     unless 0. The voxel is from a random connected component of a random class."""
@@ -178,8 +178,8 @@ class ModelSettings(Section):
     base_channels: Auto[Channels] = 32
     """Channels at level 0; they double at each level, up to 320. auto: 32, on a CPU 8."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
-    """Number of resolutions of the network; auto: until no axis can be halved to 4 voxels or
-    more, from 2 to 6."""
+    """Number of resolutions of the network; auto: as many as possible, from 2 to 6, without halving
+    an axis to fewer than 4 voxels."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of base_channels and num_levels; null: these two apply."""
     kernels: Literal["isotropic", "anisotropic"] = "isotropic"
@@ -237,8 +237,8 @@ class TrainingSettings(Section):
     validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0
-    """Largest age of the latest checkpoint in seconds, plus one step; each validation also writes a
-    checkpoint."""
+    """Seconds between writes of the latest checkpoint, each at the end of a step; each validation
+    also writes a checkpoint."""
     seed: Annotated[int, Field(ge=0, lt=2**64, strict=True)] = 0
     """Seed of every random choice: folds, weights, patches, augmentation."""
     init: FilePath | None = None
@@ -283,11 +283,11 @@ class ParallelSettings(Section):
         Annotated[tuple[Few, ...], at_most(1024), IN_LIST]
         | Literal["auto", "encoder-decoder", "time"]
     ) = "auto"
-    """Mode model: where the network is cut into stages in training. time: stages with equal
-    predicted times; encoder-decoder: for two devices between encoder and decoder, for more devices
-    stages with about equal work; auto: the fastest cut that ``plan --measure`` found, else
-    encoder-decoder. A list such as 4,12 names the first block of the second and of each further
-    stage."""
+    """Mode model: where the network is cut into stages in training. time: into stages with equal
+    predicted times; encoder-decoder: with two devices, between encoder and decoder; with more
+    devices, into stages of about equal work; auto: the fastest cut that ``plan --measure`` found,
+    else encoder-decoder. A list such as 4,12 has the index of the first block of each stage after
+    the first."""
 
     @property
     def cut_blocks(self) -> tuple[int, ...] | None:
@@ -303,9 +303,9 @@ class MemorySettings(Section):
     also the encoder, level by level, which needs the least memory but repeats its forward pass;
     off: nothing."""
     offload: Offload = "none"
-    """skips: copy the features that the encoder passes to the decoder to host memory while they are
-    not used; a step then takes about twice as long on an H200, and recompute=level saves more
-    memory in less time. none: everything stays on the GPU."""
+    """skips: keep the features of skip connections in host memory while they are not used; a step
+    then takes about twice as long on an H200, and recompute=level saves more memory in less time.
+    none: everything stays on the GPU."""
 
 
 class InferenceSettings(Section):
@@ -320,9 +320,9 @@ class InferenceSettings(Section):
     """Windows in one forward pass of each replica; auto: up to 2^20 voxels on a CPU, and up to 2^23
     on a GPU that has the memory, but one window on a GPU that is training."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number type of activations, also in the validation at the end of a training run. auto: that
-    of training if it was float32 or float16 (float32 instead of float16 without GPUs), else chosen
-    like auto in training.precision. Weights in float64 stay float64."""
+    """Number type of activations, also in the validation at the end of a training run. auto: the
+    precision of training if that was float32 or float16 (float32 instead of float16 without GPUs),
+    else chosen like auto in training.precision. Weights in float64 stay float64."""
     tta: bool = False
     """Test-time augmentation: whether logits are averaged over mirror images of each window, with
     all combinations of the axes that were mirrored in training: up to 8 times the work."""
@@ -330,5 +330,6 @@ class InferenceSettings(Section):
     """What an ensemble averages: class probabilities, or logits, as nnU-Net does for the folds of a
     model. All networks of an ensemble must have the same value."""
     postprocessing: bool = True
-    """Whether training ends by choosing labels of which prediction keeps only the largest connected
-    component, because that raises the Dice of validation; and whether prediction does so."""
+    """Whether to keep only the largest connected component where this raises the validation Dice:
+    training tests it at its end, for each label and for all labels together, and prediction applies
+    the result."""

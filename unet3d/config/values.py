@@ -37,7 +37,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_open(cls, values: Any) -> Any:
-        """Drop settings that are ``auto``; a section with nothing but comments is empty."""
+        """Drop settings that are ``auto``; a YAML section of only comments counts as empty."""
         if isinstance(values, dict):
             return {
                 name: value

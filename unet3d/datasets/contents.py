@@ -38,8 +38,9 @@ FAR_OUT = 3.0
 """Distance beyond a quartile, in interquartile ranges, from which a value is far out (Tukey)."""
 
 LEAST_RANGE = 0.1
-"""Interquartile range to assume if the measured one is smaller, as when most cases are alike: of
-logarithms, and of intensities as a share of the range from the 1st to the 99th percentile."""
+"""Smallest interquartile range to assume, because the range of almost equal cases is near 0. It
+applies to logarithms, and to intensities divided by the range from the 1st to the 99th
+percentile."""
 
 Numbers = npt.NDArray[np.float64]
 

@@ -67,7 +67,7 @@ class Finding:
     """One error or warning about a data set."""
 
     case: str
-    """Name of the case, or of the file or data set if it concerns no case."""
+    """Name of the case, or of the file or data set if the finding concerns no case."""
     severity: Literal["error", "warning"]
     """An error stops training; a warning does not."""
     message: str
@@ -86,7 +86,7 @@ class Dataset(Labels):
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     faults: tuple[Finding, ...] = ()
-    """Errors of the description, if the rest of it is readable."""
+    """Errors of the description, if its other parts are readable."""
 
 
 def load_dataset(path: Path) -> Dataset:
@@ -117,11 +117,11 @@ def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
 def fold_cases(
     dataset: Dataset, fold: int | Literal["none"], num_folds: int, seed: int
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Return the cases to train on and those to validate on.
+    """Return the cases to train on and the cases to validate on.
 
-    The folds are the data set's own (``splits_final.json``, else ``fold`` keys), else one fold with
-    its own validation cases, else folds drawn with the seed, in which every case is validated once.
-    A fold of none trains on every case.
+    The folds are the data set's own (``splits_final.json``, else ``fold`` keys). Else, if the data
+    set names validation cases, they make one fold; else folds are drawn with the seed, and every
+    case is validated once. With fold ``none``, every case is for training.
     """
     if fold == "none":
         return dataset.cases, ()
@@ -208,7 +208,7 @@ class _Description:
     def _add_those_of_nnunet(self) -> None:
         """Add the cases of an nnU-Net v2 raw folder, found by name or listed in ``dataset``.
 
-        A name is that of a case if it has a label map or the image of a channel.
+        A name counts as a case if there is a label map or an image of a channel with that name.
         """
         ending = self.tree["file_ending"]
         if not isinstance(ending, str) or ending.lower() not in SUFFIXES:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """The names of the cases to train on, and of those to validate on."""
+    """The names of the cases to train on, and of the cases to validate on."""
 
     train: tuple[str, ...] | None = None
     """None: all cases that do not validate."""

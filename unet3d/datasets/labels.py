@@ -40,7 +40,7 @@ class Region:
     name: Name
     """What it is called."""
     values: Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
-    """Its values in label maps."""
+    """The values of its labels in label maps."""
     written: LabelValue
     """Its value in segmentations, unless a later region overwrites it."""
 
@@ -77,11 +77,14 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the index of its value, or ``classes`` at this index.
+    """Return the class of each voxel.
 
-    A binary search in ``values``, which ascend from 0, makes time and memory independent of their
-    size. Classes are uint8, or uint16 if there are more than 256. A VolumeError names values that
-    belong to no class.
+    The class is the index of the voxel's value in ``values``; if ``classes`` are given, it is their
+    entry at this index.
+
+    A binary search in ``values``, which ascend from 0, makes time and memory independent of how
+    large the values are. Classes are uint8, or uint16 if there are more than 256. A VolumeError
+    names values that belong to no class.
     """
     highest = np.iinfo(array.dtype).max
     known = np.array([value for value in values if value <= highest], array.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 
 from unet3d.datasets.folds import read_description
 from unet3d.datasets.labels import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region, ScoredLabels
-from unet3d.errors import ConfigError, DatasetError, some
+from unet3d.errors import ConfigError, DatasetError, counted, some
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
@@ -165,15 +165,15 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
     labels = sorted(found)
     if labels[0] < 0 or len(labels) < 2 or labels[-1] > MAX_LABEL_VALUE:
         raise DatasetError(
-            f"{path}: the label maps hold {len(labels)} values, {some(labels)}; the background is "
-            f"0, and labels are above it, up to {MAX_LABEL_VALUE}"
+            f"{path}: the label maps hold {counted(len(labels), 'value')}, {some(labels)}; the "
+            f"background is 0, and labels are above it, up to {MAX_LABEL_VALUE}"
         )
     names = ("background", *(f"label {value}" for value in labels[1:]))
     return Labels(label_names=names, label_values=tuple(labels))
 
 
 LabelChoice = Mapping[str, Sequence[int | str]] | Sequence[int | str]
-"""New names with the labels merged to each, or labels that keep their names; by name or value."""
+"""The labels to use, by name or value: a list, or new names, each with the labels to merge."""
 
 Labelled = TypeVar("Labelled", bound=Labels)
 

@@ -1,8 +1,9 @@
 """The built-in data set: synthetic heads with labels, which need no download.
 
-A seed determines a head: geometry in millimetres, scaled to the field of view; shape and spacing
-only say how it is sampled. Every surface is the zero level of a function of position. A voxel that
-a surface crosses holds a mixture, from how much of the voxel lies on either side.
+A seed determines the geometry of a head, in millimetres and scaled to the field of view; shape and
+spacing only determine how it is sampled. Every surface is the zero level of a function of position.
+In a voxel that a surface crosses, the intensities of both sides are mixed by their shares of the
+voxel.
 """
 
 import json
@@ -250,7 +251,7 @@ class _Head:
         return sampled
 
     def _ventricles(self, x: Any, y: Any, z: Any) -> Any:
-        """Return a function below zero in two arcs, mirrored, in units of the brain's semi-axes."""
+        """Return values that are negative in two mirrored arcs; x, y, z are in brain semi-axes."""
         bow = y * y
         across = (np.abs(x) - 0.17 - 0.15 * bow) / 0.115
         along = (y + 0.05) / 0.45

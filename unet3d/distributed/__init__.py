@@ -7,7 +7,8 @@ starts. It imports nothing else, because ``unet3d`` reads it before it handles s
 import os
 
 PARENT = "UNET3D_PARENT"
-"""Holds the id of the process that started this one, as a rank or as one of several commands."""
+"""Holds the id of the process that started this process, as a rank or as one of several
+commands."""
 
 STORE_PORT = "UNET3D_STORE_PORT"
 """Holds the port, on the loopback interface, of the store in which ranks of one command meet."""

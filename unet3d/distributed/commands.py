@@ -1,7 +1,7 @@
 """Running ``unet3d`` commands in processes: ranks, or commands one after another or in parallel.
 
-Separate processes keep the memory or a crash of one command from affecting the next. None outlives
-this process: Linux kills them when it dies (``die_with_launcher``).
+Separate processes keep the memory or a crash of one command from affecting the next. No command
+outlives this process: Linux kills all commands when the process dies (``die_with_launcher``).
 """
 
 import os
@@ -61,7 +61,7 @@ class CommandProcess:
             self._reader.start()
 
     def status(self) -> int | None:
-        """Return the exit status, or the signal that killed it, negative; None: it runs."""
+        """Return the exit status, negative if a signal killed it; None: it is still running."""
         return self._process.poll()
 
     def send(self, signal_number: int) -> None:

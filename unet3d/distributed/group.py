@@ -180,7 +180,7 @@ class Group:
         """Return the result of the first rank, without a timeout; a single rank returns its own.
 
         ``to_plain`` turns it into lists, numbers and strings; ``from_plain`` converts these back.
-        With ``shares_errors`` all ranks raise the error of the first one, and can continue after
+        With ``shares_errors`` all ranks raise the error of the first rank, and can continue after
         it.
         """
         if self._watch is None:
@@ -189,7 +189,7 @@ class Group:
         if self.is_first:
             try:
                 made = make()
-            except Exception as error:  # also of memory, which the first rank survives
+            except Exception as error:  # even MemoryError, which does not end the first rank
                 if shares_errors:
                     store.set(key, json.dumps({"error": str(error)}))
                 raise
@@ -237,9 +237,10 @@ class Group:
         return [sum(column) for column in zip(*self.exchange(list(values)), strict=True)]
 
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
-        """Send the flags of this rank after a step, and return the largest flags of all ranks.
+        """Send this rank's flags of a step, and return the flags of all ranks in the previous step.
 
-        These are the flags of the step before; a single rank returns its own at once.
+        Each returned flag is the maximum over all ranks. A single rank returns its own flags at
+        once.
         """
         if self._watch is None:
             return stop, save
@@ -251,7 +252,7 @@ class Group:
         return reduced[0], bool(reduced[1])
 
     def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
-        """Return the largest ``stop`` of this replica's ranks; a collective call of these.
+        """Return the largest ``stop`` of this replica's ranks; a collective call of these ranks.
 
         Ranks with the slabs of one volume compute it together. A signal reaches them at different
         times, so they agree before each volume that all of them compute it, or none. Without
@@ -273,7 +274,7 @@ class Group:
         return nullcontext() if self._watch is None else self._watch.translate_dist_errors()
 
     def _wait_for_flags(self) -> list[int]:
-        """Return the largest flags of the last step of all ranks; zeros: none are in flight."""
+        """Return the last step's flags, each the maximum over ranks; zeros: none in flight."""
         if self._flags is None or self._watch is None:
             return [0, 0]
         (flags, work), self._flags = self._flags, None

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unet3d import errors
 from unet3d.atomic import temporary_folder
 from unet3d.distributed import PARENT, STORE_PORT, is_started
 from unet3d.distributed.commands import POLL_SECONDS, CommandProcess, Say, end_all, stop
@@ -36,7 +37,8 @@ class Failure(NamedTuple):
 
     rank: int
     exit_status: int | None
-    """Its exit status; negative: the signal that killed it; None: it runs, but has reported."""
+    """Exit status; negative: the signal that killed the rank; None: it still runs, but has reported
+    why it ends."""
     report: dict[str, Any]
     """Its own report, if any; see :func:`unet3d.distributed.ranks.report_end`."""
 
@@ -63,7 +65,7 @@ def launch(
     repeat. ``say`` gets the lines of stderr, from threads, and stdout is discarded; without ``say``
     both go to the terminal.
 
-    Raises Interrupted after the ranks have ended, or Unet3dError for the first one that failed.
+    Raises Interrupted after the ranks have ended, or the error of the first one that failed.
     """
     if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         arguments = ["--debug", *arguments]
@@ -151,7 +153,9 @@ def _reason(
     if kind == "interrupted":
         return Interrupted(first.report["signal"])
     if kind == "explained":
-        return Unet3dError(first.report["message"]["message"])
+        known = next(name for name in first.report["types"] if hasattr(errors, name))
+        error: Unet3dError = getattr(errors, known)(first.report["message"]["message"])
+        return error
     if kind in ("device", "hang", "consequence"):  # while all ranks were at work
         return RankError(first.report["message"]["message"])
     if kind == "unexpected":

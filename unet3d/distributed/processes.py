@@ -18,7 +18,8 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have Linux kill this process when its parent dies, whatever the cause.
 
     To Linux the parent is the *thread* that started this process, so threads that end early must
-    not start processes. What this process starts itself is not covered: it calls this, too.
+    not start processes. Processes that this process starts are not covered: each must call this
+    function itself.
     """
     import multiprocessing  # not above: the command line would load it for every --help
 
@@ -63,7 +64,7 @@ def shielded_children(*signals: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def without_main_module() -> Iterator[None]:
-    """Start processes with multiprocessing that do not run the program's own file first.
+    """Keep children of multiprocessing from running the program's own file first.
 
     Children only need modules of unet3d. A script that trains without checking ``__name__`` would
     train again in each child.

@@ -1,7 +1,7 @@
 """The place of a process among the ranks of one job, and what it reports to its launcher.
 
-The environment variables are those of torchrun, PyTorch's way of starting a process for each
-device on one machine or many; ``unet3d train`` sets the same for the ranks that it starts.
+The environment variables are those of torchrun, PyTorch's way of starting a process for each device
+on one machine or many; ``unet3d train`` sets the same variables for the ranks that it starts.
 """
 
 import json
@@ -126,10 +126,10 @@ def num_cores() -> int:
 def wait_passively() -> None:
     """Let waiting threads sleep if other programs use this machine.
 
-    By default OpenMP threads wait actively, and if one of them has no core, the others keep theirs
-    busy until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s, and
-    1.1 s of CPU time, instead of 0.2 s and 0.13 s. Results and number of threads stay the same.
-    Settings of the user are kept. Call it before PyTorch is imported.
+    By default OpenMP threads wait actively: if one thread has no core, the waiting threads keep
+    their cores busy until it gets one. On two cores at a load of 8, a step of a small network took
+    2.8 s, and 1.1 s of CPU time, instead of 0.2 s and 0.13 s. Results and number of threads stay
+    the same. Settings of the user are kept. Call it before PyTorch is imported.
     """
     if not any(variable in os.environ for variable in _WAITING_VARIABLES):
         if _busy_cores() > (os.cpu_count() or 1) / 2:
@@ -146,7 +146,7 @@ def _busy_cores() -> float:
 
 
 def die_with_launcher() -> None:
-    """If another command started this process, let Linux kill this one when that one dies."""
+    """If another command started this process, let Linux kill the process when the command dies."""
     if is_started():
         die_with_parent(int(os.environ[PARENT]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -209,6 +209,7 @@ def report_end(error: BaseException) -> None:
             "extraInfo": {"py_callstack": shown, "timestamp": str(int(now))},
         },
         "kind": kind,
+        "types": [one.__name__ for one in type(error).__mro__],
         "signal": error.signal_number if isinstance(error, Interrupted) else 0,
         "time": now,
     }

@@ -1,8 +1,8 @@
-"""The progress of each rank, and finding the lost one when the others, or their GPUs, wait in vain.
+"""The progress of each rank, and which rank is lost when others, or their GPUs, wait in vain.
 
 Every rank leaves notes in a store that can be read without waiting, even when all other connections
-are broken. A rank that misses another one writes that there, too: the lost rank is the one that
-misses nobody.
+are broken. A rank that misses another rank writes that there, too: the lost rank is the one that
+misses no other rank.
 
 When main threads wait for one another, gloo's time limit shows that a rank hangs. But messages of
 GPUs are queued, and the GPU waits for them: without any limit, if they are captured in a CUDA
@@ -41,10 +41,12 @@ from unet3d.torch_private import Store
 JOIN_SECONDS = 600
 
 GRACE_SECONDS = 2.0
-"""How long a rank that misses another waits for the rest to say that they miss it too."""
+"""How long a rank that misses another rank waits for the others to report that they miss it,
+too."""
 
 POLL_SECONDS = 1.0
-"""Longest time between two looks of the thread; a quarter of the time-out if that is shorter."""
+"""Longest interval between two checks by the thread; a quarter of the time-out if that is
+shorter."""
 
 QUEUEING_SECONDS = 300.0
 """Additional time-out while the main thread queues work and the GPU has none: kernels are compiled
@@ -64,7 +66,7 @@ class GpuProgress:
         self._noted.copy_(self._next, non_blocking=True)
 
     def reached(self) -> int:
-        """Return the last number that it has noted, or 0, without asking the GPU."""
+        """Return the last number that the GPU has noted, or 0, without a call to the GPU."""
         return int(self._noted)
 
 
@@ -81,7 +83,7 @@ class _Device:
         self.depth = 0
         """Number of nested contexts in which the main thread is queueing."""
         self.silent_seconds = 0.0
-        """Seconds without progress while some was due."""
+        """Seconds without progress while progress was due."""
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
@@ -97,7 +99,7 @@ class _Device:
 
 
 class Watch:
-    """Keeps the notes of all ranks, names the one that is lost, and ends this one if it must."""
+    """Keeps the notes of all ranks, names the lost rank, and ends this process if necessary."""
 
     def __init__(
         self,
@@ -146,11 +148,11 @@ class Watch:
             raise self.lost(hangs) from error
 
     def is_missed(self) -> bool:
-        """Return whether another rank reports now that it misses one."""
+        """Return whether another rank currently reports that it misses a rank."""
         return any(self._get(f"missing/{rank}") is not None for rank in self._others)
 
     def lost(self, hangs: bool) -> RankError:
-        """Return the error that names the missing rank: the one that does not miss another.
+        """Return the error that names the missing rank: the rank that reports no missing rank.
 
         Takes ``GRACE_SECONDS``; any thread may call it.
         """
@@ -227,8 +229,9 @@ class Watch:
             silence = max(one.silence(poll_seconds) for one in devices)
             is_quiet = max(one.silent_seconds for one in devices) >= limit / 4
             is_still = is_quiet and self._is_still(poll_seconds, limit)
-            # All ranks that miss one must report it at the same time, or they name one another;
-            # some notice it on their CPUs, or later.
+            # All ranks that miss a rank must report it at the same time, or they name one another.
+            # Some notice it on their CPUs, or later, so this rank joins as soon as another one
+            # reports.
             if is_still or silence >= limit or (silence >= limit / 4 and self.is_missed()):
                 error = self.lost(hangs=True)
                 if not self._closed.is_set():
@@ -236,7 +239,7 @@ class Watch:
                 return
 
     def _give_sign(self, number: int) -> None:
-        """Write a sign of life; whoever reads the store will notice if it is gone."""
+        """Write a sign of life; if the store is gone, the calls that read it will report that."""
         with suppress(RuntimeError):
             self.store.set(f"alive/{self._ranks.rank}", str(number))
 

@@ -80,7 +80,8 @@ def open_file(folder: Path) -> Source:
     slices.sort(key=lambda one: float(normal @ one.ImagePositionPatient))
     shape = (*first.shape, len(slices), 1)
     geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices, normal))
-    # Slices with the same scale, as in most series, keep their stored type: half of float32.
+    # Slices with the same scale, as in most series, keep their stored type, which takes half the
+    # memory of float32.
     scales = {one.scale for one in slices}
     scale = scales.pop() if len(scales) == 1 else (1.0, 0.0)
     types = {one.dtype if one.scale == scale else np.dtype(np.float32) for one in slices}

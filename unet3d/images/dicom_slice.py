@@ -45,12 +45,13 @@ UNDEFINED = 0xFFFFFFFF
 
 LONG_VRS = set(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())
 SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split())
-"""Value representations whose length fields have four bytes, and two."""
+"""Value representations whose length fields have four bytes (long) and two bytes (short)."""
 
 MAX_VALUE_BYTES = 2**12
 
 SAME = 1e-3
-"""Tolerance for equal direction cosines and positions in mm, and relative one for spacings."""
+"""Absolute tolerance for direction cosines and for positions in mm; relative tolerance for
+spacings."""
 
 DAMAGED = "it is damaged or incomplete: move it out of the folder, or export the series again"
 
@@ -67,7 +68,8 @@ TEXT = BeforeValidator(_text)
 COUNT = BeforeValidator(lambda raw: int.from_bytes(raw[:2], "little"))
 NUMBERS = BeforeValidator(lambda raw: _text(raw).split("\\"))
 UNUSABLE = Annotated[None, BeforeValidator(_refuse)]
-"""How the bytes of an element are read; ``UNUSABLE``: a slice with the element is refused."""
+"""These types say how the bytes of an element are read; ``UNUSABLE``: slices with it are
+refused."""
 
 
 class Slice(BaseModel):
@@ -121,7 +123,7 @@ class Slice(BaseModel):
 
     @property
     def title(self) -> str:
-        """The name of its series, for messages."""
+        """The name of the slice's series, for messages."""
         return printable(self.SeriesDescription or f"series {self.SeriesNumber}")
 
     @property
@@ -231,7 +233,7 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, in
 
 
 def read_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the pixels of a slice, (columns, rows); only compressed ones are scaled, by GDCM."""
+    """Return the pixels of a slice, (columns, rows); only compressed pixels are scaled, by GDCM."""
     if one.is_compressed:
         return _decompressed(one)
     try:

@@ -30,10 +30,12 @@ Orientation = npt.NDArray[np.float64]
 RAS: Orientation = nib.io_orientation(np.eye(4))
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
-"""From ITK's and DICOM's axes, to the patient's left and back, to NIfTI's, to right and front."""
+"""Converts axes of ITK and DICOM (to the patient's left and back) to NIfTI's (to right and
+front)."""
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
-"""Units by their NIfTI codes, for metre and micrometre; every other code counts as mm."""
+"""Millimetres in a unit, by NIfTI's code of the unit: metre, micrometre; other codes count as
+mm."""
 
 MIN_SPACING_MM = 1e-9
 MAX_SPACING_MM = 1e9
@@ -72,7 +74,7 @@ class Geometry:
     affine: Affine
     """(4, 4): from RAS voxel indices to mm."""
     orientation: Orientation = field(repr=False)
-    """From the axes of the file to X, Y, Z."""
+    """How the axes of the file become X, Y, Z."""
     is_anatomical: bool = True
     """Whether the file states the orientation of its axes in the patient; if not, it is unknown
     which side is left or right."""

@@ -70,7 +70,7 @@ def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> 
 def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     """Return the image with all channels of sources, in their order; they must share one grid.
 
-    Its axes are in RAS or, ``as_stored``, those of the first file.
+    Its axes are in RAS or, with ``as_stored``, the axes of the first file.
     """
     first = sources[0].geometry
     target = first.as_stored() if as_stored else first
@@ -122,7 +122,7 @@ class _Channel:
 class Image:
     """A lazy array (C, X, Y, Z) of float32 in RAS, with a geometry.
 
-    ``shape`` is that of the array, ``geometry`` has the affine and the spacing in mm.
+    ``shape`` is the shape of the array, ``geometry`` has the affine and the spacing in mm.
     """
 
     def __init__(self, channels: Sequence[_Channel], geometry: Geometry, start: Shape) -> None:
@@ -206,7 +206,7 @@ class Image:
         return Image(self._channels, geometry, (x, y, z))
 
     def as_stored(self) -> "Image":
-        """Return the image, whole even for a part, with the axes of its first file as X, Y, Z."""
+        """Return the whole image, even if this is a part, with its first file's axes as X, Y, Z."""
         return image_of(self._sources, as_stored=True)
 
     @property

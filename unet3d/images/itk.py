@@ -67,7 +67,7 @@ RAS_FROM_SPACE = {
     **dict.fromkeys(("right-anterior-superior", "ras"), np.eye(4)),
     **dict.fromkeys(("left-anterior-superior", "las"), np.diag([-1.0, 1.0, 1.0, 1.0])),
 }
-"""From each space, by its name in NRRD, to RAS."""
+"""Conversion from each space to RAS, by the space's name in NRRD."""
 
 
 NRRD_ONLY = {

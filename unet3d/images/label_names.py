@@ -21,7 +21,7 @@ from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
 MAX_BYTES = 2**20
-"""Bytes to read for the names, many times the size of thousands of them."""
+"""Bytes to read for the names: many times the size of thousands of names."""
 
 TABLE = re.compile(rb"<CaretExtension.*?</CaretExtension>", re.DOTALL)
 

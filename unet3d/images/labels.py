@@ -65,8 +65,8 @@ def read_label(path: Path | str) -> LabelMap:
 def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:
     """Return a label map with its axes in the order and direction of an image on the same grid.
 
-    It changes only grids rotated by about 45 degrees, for which rounding decides the nearest
-    anatomical axes.
+    Axes only change if a grid is rotated by about 45 degrees, because then rounding decides the
+    nearest anatomical axes.
     """
     turn = axes_between(label.geometry.affine, target.affine)
     if np.array_equal(turn, RAS):

@@ -28,15 +28,15 @@ from unet3d.images.source import (
     whole_axes,
 )
 
-# nibabel logs each oddity of a header to stderr without naming the file. Errors that it cannot
-# repair it also raises, and this module reports them.
+# nibabel logs each oddity of a header to stderr without naming the file. It also raises the errors
+# that it cannot repair, and this module reports them.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 IN_MEMORY = Path("the image")
 """Names an image without a file in messages."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
-"""Ending of the other file of a pair, header and voxels."""
+"""For each file of a pair (header, voxels), by its ending: the ending of the other file."""
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""

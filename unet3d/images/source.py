@@ -78,7 +78,7 @@ class Source:
         return self.geometry.path
 
     def voxels(self) -> Voxels:
-        """Return the voxels; compressed ones are unpacked on first use."""
+        """Return the voxels; compressed voxels are unpacked on first use."""
         with self._lock:
             return self._voxels
 
@@ -147,7 +147,8 @@ def source_in_file(
 ) -> Source:
     """Return voxels (I, J, K, C) in a file, which begin ``offset`` bytes after ``packed_from``.
 
-    If they are compressed, the stream begins there, and ``offset`` counts unpacked bytes.
+    If they are compressed, the stream begins at ``packed_from``, and ``offset`` counts unpacked
+    bytes.
     """
     path, num_bytes = geometry.path, math.prod(shape) * dtype.itemsize
     begin, file_bytes = offset if packing else packed_from + offset, file.stat().st_size
@@ -173,7 +174,7 @@ def source_in_file(
 
 
 def _refuse_tail(path: Path, num_bytes: int) -> None:
-    """Refuse a file that continues: the shape in its header may be too small, and voxels wrong."""
+    """Refuse a file with many bytes after the voxels: the shape in its header may be too small."""
     if num_bytes > MAX_TAIL_BYTES:
         raise VolumeError(
             f"{path} has more than {MAX_TAIL_BYTES} bytes after the voxels that its "
@@ -199,7 +200,7 @@ def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int
 
 
 def _unpack_zlib(path: Path, start: int, offset: int, target: memoryview) -> int:
-    """Do the same for a zlib stream that begins with the voxels."""
+    """Fill ``target`` from a zlib stream, as :func:`_unpack_gzip` does from a gzip file."""
     inflater, done, tail_bytes = isal_zlib.decompressobj(), 0, 0
     with path.open("rb") as file:
         file.seek(start)

@@ -68,7 +68,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, cases: Sequence[CaseScores], scored: ScoredLabels, **more: Any) -> "Evaluation":
-        """Return the evaluation of cases that have only the scores of their own labels."""
+        """Return the evaluation of cases, and give each an empty score for labels that it lacks."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
         labels = tuple(label for label in order if label in there)
@@ -111,7 +111,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain lists and numbers, for JSON.
 
-        The key of a label is its value, that of a region its values separated by commas.
+        The key of a label is its value; the key of a region is its values, separated by commas.
         """
         means = {}
         for label in self.labels:
@@ -156,7 +156,8 @@ def evaluate(
     Two files may have any names. In folders, the segmentation of ``case.nii.gz`` is
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. If no labels are named, every
     value but 0 is a label. Label maps in a folder may lack a segmentation, but every segmentation
-    needs its label map unless ``leave_out``, because one without it is probably misnamed.
+    needs its label map unless ``leave_out``, because a segmentation without a label map is probably
+    misnamed.
     """
     found = find_pairs(predictions, labels, leave_out)
     spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm

@@ -24,8 +24,8 @@ Make = Callable[[int, int, int, torch.device], Tensor]
 complete, are computed on that device if possible, and may be on any device."""
 
 Share = Callable[[Callable[[], Tensor] | None, list[int]], Tensor]
-"""Takes a function that returns the planes, None in all ranks but the first, and their shape;
-returns the planes in every rank."""
+"""Takes a function that returns the planes (None in all ranks but the first), and the shape of the
+planes; returns the planes in every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Planes:
     """Voxels along X, Y, Z."""
     num_channels: int
     make: Make | None
-    """None: another rank has the image."""
+    """Returns planes; None: another rank has the image."""
     share: Share | None = None
-    """None: no other rank needs the planes."""
+    """Sends planes from the first rank to the others; None: no other rank needs them."""
 
     @classmethod
     def of(cls, image: Tensor) -> "Planes":

@@ -1,9 +1,9 @@
 """Scores of a label map against another: Dice, HD95, surface Dice and volume of each label.
 
 The surface of a mask consists of its voxels with at least one of six neighbours outside; beyond the
-edge of a volume is outside. Distances are measured in mm from the centre of a surface voxel to that
-of the nearest surface voxel of the other mask. This is MONAI's convention; other tools may measure
-between faces of voxels, or weight voxels by surface area.
+edge of a volume is outside. Distances are measured in mm, from the centre of a surface voxel to the
+centre of the nearest surface voxel of the other mask. This is MONAI's convention; other tools may
+measure between faces of voxels, or weight voxels by surface area.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class LabelScore:
     dice: float | None
     """From 0 to 1; None if neither segmentation nor label map has the label."""
     hd95_mm: float | None
-    """The larger of two 95th percentiles: of the distances from the surface of the segmentation to
-    that of the label map, and in the opposite direction. None if either lacks the label."""
+    """The larger of two 95th percentiles of distances: from the surface of the segmentation to the
+    surface of the label map, and in the opposite direction. None if either lacks the label."""
     nsd: float | None
     """Normalised surface Dice: the share of both surfaces that lies within a tolerance of the
     other; 0 if one of them lacks the label, None if both do."""

@@ -31,7 +31,10 @@ class Networks:
         described: Sequence[Checkpoint],
         load: Callable[[int], Checkpoint],
     ) -> None:
-        """Take descriptions and what loads a network; CheckpointError if they do not match."""
+        """Take descriptions, and a function that loads a network.
+
+        Raises CheckpointError if the networks do not match.
+        """
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
@@ -60,7 +63,7 @@ class Networks:
 
     @classmethod
     def of(cls, *checkpoints: Checkpoint) -> "Networks":
-        """Return networks in memory."""
+        """Return the networks of checkpoints that are already in memory."""
         names = [f"network {number}" for number in range(1, len(checkpoints) + 1)]
         return cls(names, checkpoints, checkpoints.__getitem__)
 
@@ -68,7 +71,7 @@ class Networks:
     def read(
         cls, paths: Sequence[Path], group: Group, changes: Mapping[str, Any] | None = None
     ) -> "Networks":
-        """Return the networks of files; with several ranks, the first one reads and sends them.
+        """Return the networks of files; with several ranks, the first rank reads and sends them.
 
         They predict with their own settings, except for ``changes`` by dotted key.
         """

@@ -18,7 +18,7 @@ from unet3d.images.image import open_source
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPairs:
-    """What to compare, and what is left out."""
+    """The pairs to compare, and the files without a partner."""
 
     pairs: Sequence[tuple[Path, Path]]
     """Segmentations, each with its label map."""

@@ -46,7 +46,7 @@ class TrainedNetwork:
     executor: Executor
     """The network, in evaluation mode."""
     precision: str
-    """Number type of prediction, which may differ from that of training."""
+    """Number type of prediction, which may differ from the type of training."""
     is_shared: bool = False
     """Whether other ranks compute slabs of the same windows."""
     index: ClassVar[int] = 0
@@ -85,9 +85,9 @@ class _Place:
 class PlacedNetworks:
     """Networks on the devices of this process; each of several ranks has a slab of a window.
 
-    In mode data, each device has a replica. The weights of the next fold overwrite those of the
-    previous one, so the CUDA graph of a replica serves all folds. A network of another topology,
-    parameter type or precision has its own executors.
+    In mode data, each device has a replica. The weights of the next fold overwrite the weights of
+    the previous fold, so the CUDA graph of a replica serves all folds. A network of another
+    topology, parameter type or precision has its own executors.
 
     If there are several ranks, all place, use and compute the same networks in the same order.
     """
@@ -118,7 +118,7 @@ class PlacedNetworks:
         self.is_shared = group.size > 1
         """Whether other ranks compute slabs of the same windows."""
         self._weights: dict[int, dict[str, Tensor]] = {}
-        """Weights, by index, of each network that was copied over another one."""
+        """Weights, by index, of each network that was copied over another network."""
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
         self._place = self._placed(0)
@@ -301,8 +301,8 @@ def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
 def wanted_precision(dtype: torch.dtype, config: Config, devices: Sequence[torch.device]) -> str:
     """Return the number type for a network on the devices of all ranks, or ``auto``.
 
-    After training in float16, values are in the range of float16, which has more digits than
-    bfloat16.
+    A network that was trained in float16 predicts in it, too: its values fit into float16, which
+    has more digits than bfloat16. Without GPUs it predicts in float32.
     """
     if dtype == torch.float64:
         return "float64"

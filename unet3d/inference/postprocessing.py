@@ -39,7 +39,7 @@ def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) ->
 def small_components(
     labels: npt.NDArray[np.integer[Any]], rule: Rule
 ) -> tuple[tuple[slice, ...], Mask] | None:
-    """Return a box, and the mask in it of voxels that a rule removes; None: it removes none."""
+    """Return the voxels that a rule removes: a box, and a mask within the box; None: no voxels."""
     mask = mask_of(labels, rule)
     if not mask.any():
         return None

@@ -66,7 +66,7 @@ class Progress:
     """Receives the progress of a prediction, and logs it."""
 
     def said(self, line: str) -> None:
-        """Receive the result of a scan."""
+        """Receive a line about a finished scan: its files, and the time or why it was kept."""
         logger.info("%s", line)
 
     def warned(self, what: str, line: str) -> None:
@@ -82,7 +82,7 @@ class Progress:
         """Receive the current stage of work on the scan, such as ``reading``."""
 
     def windows_done(self, done: int, total: int) -> None:
-        """Receive the number of windows done; 0 starts over, such as with fewer at a time."""
+        """Receive how many windows are done; 0 if the scan starts over, as in smaller batches."""
 
 
 def predict(
@@ -94,8 +94,8 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment scans, and return the segmentations, old and new; all ranks call it.
 
-    Started processes write to the terminal; if ``say`` is given, it gets the lines of their stderr
-    instead, and their stdout is discarded.
+    Started processes write to the terminal; if ``say`` is given, they also log their results, and
+    ``say`` gets the lines of their logs.
 
     Raises Unet3dError, also at the end if some scans could not be segmented.
     """
@@ -142,7 +142,8 @@ class _Job:
     """The scans of one command, or this rank's share of them.
 
     If scans are distributed, each rank segments its own. Otherwise all ranks segment each scan
-    together: the first one reads and writes, and if it fails, all continue with the next scan.
+    together: the first rank reads and writes, and if it fails, all ranks continue with the next
+    scan.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ def _start_ranks(
         path = folder / "request.json"
         path.write_text(json.dumps(asked.model_dump(mode="json")))
         launch(
-            [RANK_COMMAND, str(path)],
+            [RANK_COMMAND, str(path), *["--log"] * (say is not None)],
             folder,
             num_ranks=dims.num_processes,
             max_restarts=0,
@@ -334,6 +335,6 @@ def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) 
 
 def _is_written(path: Path, began: float) -> bool:
     try:
-        return path.stat().st_mtime >= began - 0.1  # times of files are coarser
+        return path.stat().st_mtime >= began - 0.1  # times of files are coarser than the clock
     except OSError:
         return False

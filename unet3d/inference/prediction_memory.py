@@ -7,6 +7,7 @@ the slab of the image that windows read, their sums, and the voxels and labels o
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d.config import ParallelSettings, Shape
+from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import wanted_precision
+from unet3d.inference.request import PredictionRequest
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.window_network import mirrored_mean
 from unet3d.inference.windows import (
@@ -53,26 +55,27 @@ CLASS_BYTES = 9
 """Memory per voxel whose class is chosen: the class index as int64, and as uint8."""
 
 
-def planned_prediction(
-    scan: Sequence[Path],
-    checkpoints: Sequence[Path],
-    parallel: ParallelSettings,
-    device_memory: float | None,
-) -> dict[str, Any]:
+def planned_prediction(request: PredictionRequest, device_memory: float | None) -> dict[str, Any]:
     """Return the memory for segmenting a scan on the host and on a device, as plain values.
 
-    The device is the first of the settings, or a GPU with ``device_memory`` GiB, which need not
-    exist.
+    The scan is the request's only one. The device is the first of its settings, or a GPU with
+    ``device_memory`` GiB, which need not exist.
     """
-    networks = Networks.of(*map(load_network, checkpoints))
+    scan = request.images
+    loaded = map(load_network, request.checkpoints)
+    networks = Networks.of(
+        *(replace(one, config=one.config.with_values(request.inference)) for one in loaded)
+    )
     if device_memory is not None:
         device = torch.device("cuda", 0)
         gpu_bytes = int(device_memory * 1024**3)
     else:
-        device = ParallelDims.resolve(parallel).all_devices[0]
+        device = ParallelDims.resolve(request.placement).all_devices[0]
         gpu_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     try:
-        memory = prediction_memory(open_image(scan), networks, device, gpu_bytes)
+        memory = prediction_memory(
+            open_image(scan), networks, device, gpu_bytes, skips_empty=request.skip_background
+        )
     except VolumeError as error:
         raise VolumeError(f"{scan[0]}: {error}") from error
     return {
@@ -84,7 +87,12 @@ def planned_prediction(
 
 
 def prediction_memory(
-    image: Image, networks: Networks, device: torch.device, gpu_bytes: int
+    image: Image,
+    networks: Networks,
+    device: torch.device,
+    gpu_bytes: int,
+    *,
+    skips_empty: bool = False,
 ) -> dict[str, Any]:
     """Predict the memory for segmenting a scan on a device, which need not exist.
 
@@ -92,7 +100,7 @@ def prediction_memory(
     ``program_bytes`` (libraries and networks), ``slab_bytes`` (planes being prepared, added up and
     written), ``voxel_bytes`` (unpacked scan) and ``label_bytes``. With ``--scratch``, the first two
     (``scratch_host_bytes``) remain on the host, and the last two (``scratch_bytes``) are in the
-    folder.
+    folder. With ``skips_empty``, windows of constant intensity are skipped.
     """
     preprocessing = networks.preprocessing
     geometry = image.geometry
@@ -118,7 +126,7 @@ def prediction_memory(
         windows = _windows(network, shape, device, gpu_bytes)
         of_windows = _computed_bytes(network, windows, device, precision)
         computed[kind] = max(of_windows, computed.get(kind, 0))
-        kept.append(_kept_bytes(network, windows, device))
+        kept.append(_kept_bytes(network, windows, device, skips_empty))
         prepared.append(_prepared_bytes(stored, shape, windows, image.num_channels))
         all_windows.append(windows)
     if networks.add_up:
@@ -159,22 +167,25 @@ def _windows(network: Checkpoint, shape: Shape, device: torch.device, gpu_bytes:
     )
 
 
-def _kept_bytes(network: Checkpoint, windows: Windows, device: torch.device) -> int:
+def _kept_bytes(
+    network: Checkpoint, windows: Windows, device: torch.device, skips_empty: bool
+) -> int:
     """Return the bytes of a slab: its image, its sums, and its finished planes.
 
     Finished planes have two copies of logits while they are resampled, weights, and classes.
     """
     slab, classes = math.prod(windows.slab), network.topology.num_classes
-    sums = slab * classes * FLOAT32_BYTES if len(windows.starts) > 1 else 0
+    num_sums = classes + skips_empty  # if windows are skipped, also the sum of the weights
+    sums = slab * num_sums * FLOAT32_BYTES if len(windows.starts) > 1 else 0
     of_plane = slab // windows.slab[windows.axis]
-    most = PIECE_NUMBERS[device.type] // (of_plane * classes)
+    most = PIECE_NUMBERS[device.type] // (of_plane * num_sums)
     planes = max(1, min(windows.slab[windows.axis], most))
     means = planes * of_plane * ((2 * classes + 1) * FLOAT32_BYTES + CLASS_BYTES)
     return bytes_of_image(network, windows.slab) + sums + means
 
 
 def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels: int) -> int:
-    """Return the bytes of what is prepared at once: a piece of the scan, and the next one."""
+    """Return the bytes of two prepared pieces of a scan: the current one and the next one."""
     axis = windows.axis
     of_plane = math.prod(shape) // shape[axis]
     planes = max(1, min(windows.slab[axis], shape[axis], PIECE_VOXELS // of_plane))
@@ -184,7 +195,7 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
     num_planes = math.ceil(stored[axis] * min(1.0, 2 * planes / shape[axis]))
     of_source = num_channels * math.prod(stored) // stored[axis]
     piece = max(1, min(num_planes, SOURCE_VOXELS // of_source))
-    if piece == num_planes:  # the source as stored and in float32, and the result as it grows
+    if piece == num_planes:  # one piece: as stored, in float32, and its growing result
         return 3 * made + 2 * piece * of_source * FLOAT32_BYTES
     # The needed planes are interpolated within themselves, a piece at a time. A piece is in memory
     # as stored, in float32, after interpolation along one axis, and after both.

@@ -44,7 +44,7 @@ LARGEST_USUAL = 1e4
 MAX_FLOAT16 = 65504
 
 FAR_SMALLER = 16
-"""Ratio of a window's voxels to a scan's from which the scan is reported as too small."""
+"""Smallest ratio of a window's voxels to a scan's at which the scan is reported as too small."""
 
 MAX_LABELS = 20
 """Most different whole numbers in an image that is reported as a label map."""
@@ -85,11 +85,11 @@ class Predictor:
         *,
         skips_empty: bool = False,
     ) -> None:
-        """Place the first network, or use the network of a training run where it is.
+        """Place the first network, or use a training run's network on its own devices.
 
-        All ranks of the group compute slabs of the same windows; only the first one has the images.
-        With ``skips_empty``, windows of constant intensity are skipped, and voxels in no other
-        window become background.
+        All ranks of the group compute slabs of the same windows; only the first rank has the
+        images. With ``skips_empty``, windows of constant intensity are skipped, and voxels in no
+        other window become background.
         """
         self._group = group = group or Group(Ranks())
         self._networks = networks
@@ -191,7 +191,7 @@ class Predictor:
         return labels if is_seen else image.geometry.in_ras(labels)
 
     def _kept(self, make: Make) -> Make:
-        """Keep the last planes if several networks request them, each in a thread."""
+        """Keep the last planes if several networks, each with a thread of its own, request them."""
         if self._networks.add_up:
             return make
         kept, lock = lru_cache(PLANES_KEPT)(make), Lock()
@@ -280,7 +280,7 @@ def cause_of_non_finite(largest: float, precision: str) -> str:
 def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
     """Yield warnings about an image that is probably not what the network was trained for.
 
-    ``shape`` is that of the prepared image.
+    ``shape`` is the shape of the prepared image.
     """
     path = image.geometry.path
     if min(image.geometry.shape) == 1:

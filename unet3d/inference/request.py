@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from unet3d.config import Config, ParallelSettings
 from unet3d.errors import ConfigError
@@ -17,11 +17,14 @@ class PredictionRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     images: tuple[Path, ...] = ()
-    """Files, or folders of them or of DICOM slices."""
+    """Files, folders of files, or folders of DICOM slices."""
     checkpoints: tuple[Path, ...] = ()
     """The networks' files; several are averaged."""
     output: Path | None = None
     """File or folder of the segmentations; None: beside each image."""
+    in_folder: bool = False
+    """Whether ``output`` is a folder even if its name has an ending; set if the output is text that
+    ends in /."""
     settings: Mapping[str, Any] = {}
     """Settings of windows and devices, dotted key to value; others are as in training."""
     statistics: bool = False
@@ -39,6 +42,15 @@ class PredictionRequest(BaseModel):
     overwrite: bool = False
     """Whether results are replaced."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_folder(cls, values: Any) -> Any:
+        """Note the / at the end of the output, which a path does not keep."""
+        output = values.get("output") if isinstance(values, dict) else None
+        if isinstance(output, str) and output.endswith("/"):
+            return {**values, "in_folder": True}
+        return values
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "PredictionRequest":
         """Return the request that plain values describe, or raise ConfigError."""
@@ -54,5 +66,5 @@ class PredictionRequest(BaseModel):
 
     @property
     def placement(self) -> ParallelSettings:
-        """Return the devices and mode of prediction, which do not depend on those of training."""
+        """Return devices and mode of prediction, which may differ from the ones of training."""
         return Config().with_values(self.settings).parallel

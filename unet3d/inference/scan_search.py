@@ -55,14 +55,14 @@ class FoundScans(BaseModel):
 def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     """Return the scans and their outputs, after checking all names.
 
-    Images are files, folders of volumes or of DICOM slices; the output is a file for one scan, a
-    folder for any number, or None: beside each scan.
+    Images are files, folders of volumes, or folders of DICOM slices. The output is a file for one
+    scan, a folder for any number, or None: beside each scan.
     """
     inputs, output = request.images, request.output
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(is_collection(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
-        is_collection(output)
+        _is_folder_of_results(request, output)
         or not output.suffix
         or (several and not is_volume_file(output))  # such as results.v2
     )
@@ -106,9 +106,9 @@ def refuse_early(request: PredictionRequest) -> None:
     for path in inputs:
         if is_collection(path):
             _volumes_in(path)
-        elif len(inputs) == 1:  # of several, others may be segmented
+        elif len(inputs) == 1:  # if there are more, the others can be segmented
             open_source(path)
-            if output is None or is_collection(output):
+            if output is None or _is_folder_of_results(request, output):
                 place = _place(volume_stem(path), path, output)
             elif output.suffix:
                 place = output
@@ -118,8 +118,14 @@ def refuse_early(request: PredictionRequest) -> None:
             _refuse_irregular(place)
             if not request.overwrite and not request.goes_on:
                 refuse_existing(Scan(images=(path,), output=place), request)
-            if not os.path.lexists(place):  # else it may be kept
+            if not os.path.lexists(place):  # an existing file may be kept
                 _refuse_unwritable(place)
+
+
+def _is_folder_of_results(request: PredictionRequest, output: Path) -> bool:
+    """Return whether an output is a folder, by its content or its last ``/``, and not a store."""
+    ends_as_folder = request.in_folder and volume_suffix(output) not in ZARR.suffixes
+    return ends_as_folder or is_collection(output)
 
 
 def _place(stem: str, scan: Path, output: Path | None) -> Path:
@@ -186,7 +192,7 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Refuse a folder that is not writable before anything is computed."""
+    """Before anything is computed, refuse a folder that is not writable."""
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(

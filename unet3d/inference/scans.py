@@ -122,7 +122,7 @@ class ScansAhead:
         return found
 
     def _read_small(self, scan: Scan) -> Image | None:
-        """Read a scan; None if it would take too much of the memory that others need first."""
+        """Read a scan ahead; None if it would take too large a share of the available memory."""
         needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
         fits = needed <= MEMORY_SHARE * available_bytes()
         return read_scan(scan, self._scratch) if fits else None

@@ -34,7 +34,7 @@ SUMS_SHARE = 1 / 2
 """Share of the free memory of a GPU that sums of logits may take."""
 
 WindowsDone = Callable[[int, int], object]
-"""Receives the number of windows done, which a GPU may still compute, and the total."""
+"""Receives the number of windows that are done, or queued on a GPU, and the total."""
 
 
 class NonFiniteLogitsError(VolumeError):
@@ -105,7 +105,7 @@ def _blended(
     sums: "_Sums",
     windows_done: WindowsDone,
 ) -> Iterator[Tensor]:
-    """Compute windows, add them up, and yield what is finished."""
+    """Compute windows, add up their logits, and yield the means of finished planes."""
     axis, total = windows.axis, len(networks) * len(windows.starts)
     done = num_skipped = 0
     checked: set[int] = set()
@@ -163,7 +163,7 @@ class _Sums:
             )
         self._windows = windows
         self._first = 0
-        """Index in the padded volume of the first plane of the sums."""
+        """First plane of the sums, as an index in the padded volume."""
         self._weight = gaussian_weight(windows.shape).to(device)
         self._weights = [line.to(device, dtype) for line in windows.summed_weights()]
         """Sums of the weights of all windows, along each axis."""
@@ -179,7 +179,8 @@ class _Sums:
         num_classes = logits.shape[1]
         for start, logit in zip(starts, logits.to(self._sums.device), strict=True):
             sums = self._sums[(slice(None), *self._windows.place(start, self._first))]
-            # One by one: with many classes, several in float32 would take more than the network.
+            # One by one: with many classes, several in float32 would take more memory than the
+            # network.
             logit = logit.to(self._sums.dtype).contiguous()
             sums[:num_classes].addcmul_(logit, self._weight, value=share)
             if self.empty is not None:

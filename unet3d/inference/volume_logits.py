@@ -43,7 +43,7 @@ class AgreedError(VolumeError):
 
 
 class VolumeLogits:
-    """Computes the windows of an image with each network, and averages those of an ensemble."""
+    """Computes the windows of an image with each network, and averages an ensemble's logits."""
 
     def __init__(
         self, networks: Networks, placed: Placed, group: Group, *, skips_empty: bool = False
@@ -56,7 +56,7 @@ class VolumeLogits:
         self._takes_one = False
         """Whether each replica computes one window at a time, for lack of memory."""
         self._most_at_a_time = 1
-        """Windows per forward pass of a replica, of the network with the most."""
+        """Most windows in one forward pass of a replica, over all networks."""
         self._num_replicas = len(placed.executors)
         self._predicting = [
             placed.window_network(index, network.mirrored_axes)
@@ -86,7 +86,7 @@ class VolumeLogits:
     def takes_fewer(self) -> bool:
         """Return whether to retry with one window per forward pass, after windows did not fit.
 
-        Ranks never retry, because the other ranks already wait for a message.
+        One of several ranks never retries, because the other ranks already wait for its message.
         """
         settings = self._networks.described[self._placed.index].config.inference
         if self._placed.is_shared or settings.batch_size != "auto" or self._most_at_a_time == 1:
@@ -184,7 +184,10 @@ def empty_logits(preprocessing: Preprocessing) -> list[float]:
 def mean_slabs(
     networks: Sequence[Iterator[Tensor]], axis: int, averaging: str, *, of_regions: bool
 ) -> Iterator[Tensor]:
-    """Yield the mean of networks for planes that all have computed; of one network, its slabs."""
+    """Yield the mean over networks of the planes that all have computed so far.
+
+    The slabs of a single network are yielded unchanged.
+    """
     if len(networks) == 1:
         yield from networks[0]
         return
@@ -209,11 +212,11 @@ def mean_of(slabs: Sequence[Tensor], averaging: str, *, of_regions: bool) -> Ten
     """Return the mean prediction of networks for each class, as logits (K, X, Y, Z).
 
     Every network has the same weight. The mean of probabilities, as in nnU-Net's ensembles (arXiv
-    1904.08128), is returned as its logarithm, of which a softmax gives the mean back. So it can be
-    resampled and compared like logits, and several copies of a network segment like one of them.
-    Probabilities of regions, which overlap, are averaged separately, and returned as the logits of
-    their mean. The mean of logits, as of nnU-Net's folds, is returned unchanged. The slabs, on any
-    devices, are overwritten.
+    1904.08128), is returned as its logarithm, and the softmax of the logarithm is the mean again.
+    So the result can be resampled and compared like logits, and several copies of a network segment
+    like one of them. Probabilities of regions, which overlap, are averaged separately, and returned
+    as the logits of their mean. The mean of logits, as of nnU-Net's folds, is returned unchanged.
+    The slabs, on any devices, are overwritten.
     """
     total, *others = slabs
     for logits in slabs:

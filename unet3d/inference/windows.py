@@ -121,7 +121,7 @@ class Windows:
     inside: tuple[slice, ...]
     """Where the volume is in the padded volume: centred."""
     axis: int
-    """The axis along which windows advance last, the volume's longest."""
+    """The volume's longest axis; windows are ordered by their starts along it."""
     shape: Shape
     """Voxels of each window."""
     starts: list[tuple[int, ...]]
@@ -129,8 +129,8 @@ class Windows:
     batch_size: int
     """Windows per forward pass."""
     keeps_rows: bool = False
-    """Whether all windows of a forward pass begin at one plane, if a plane has enough: then the
-    slab that they cover is no longer than a window."""
+    """Whether all windows of a forward pass begin at one plane, if enough windows do. The slab that
+    they cover is then no longer than a window."""
 
     @classmethod
     def of(
@@ -225,7 +225,7 @@ def bytes_of_maps(topology: Topology) -> int:
 def bytes_of_voxel(network: Checkpoint, num_replicas: int = 1) -> int:
     """Return the GPU bytes per voxel of a window in a forward pass: maps and logits.
 
-    The logits of several replicas are joined; those of mirror images are added up.
+    The logits of several replicas are joined; the logits of mirror images are added up.
     """
     topology = network.topology
     # The logits of all replicas, as they arrive and joined.

@@ -1,17 +1,26 @@
-"""Background work in daemon threads, which do not delay the end of the process.
+"""Background work in daemon threads, which delay the end of the process by a few seconds at most.
 
-With the pools of ``concurrent.futures``, Python would always wait for them.
+With the pools of ``concurrent.futures``, Python would wait until all work is done. A short wait is
+needed, because a daemon thread that returns from PyTorch while Python shuts down aborts the
+process.
 """
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import TypeVar
+from threading import Thread, current_thread
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+END_SECONDS = 5.0
+"""Longest wait for background work at the end of the process."""
+
+_working: "dict[Thread, list[Future[Any]]]" = {}
 
 
 def ahead(work: Callable[[], Result]) -> "Future[Result]":
@@ -33,9 +42,12 @@ def each_ahead(
         with suppress(Empty):
             while True:
                 _fulfil(*waiting.get_nowait(), work)
+        _working.pop(current_thread(), None)
 
     for _ in range(min(num_threads, len(items))):
-        Thread(target=run, name="ahead", daemon=True).start()
+        thread = Thread(target=run, name="ahead", daemon=True)
+        _working[thread] = futures
+        thread.start()
     return futures
 
 
@@ -59,6 +71,18 @@ def in_threads(
     finally:  # also after an error or an interruption
         for future in futures:
             future.cancel()
+
+
+@atexit.register
+def _end_work() -> None:
+    """Cancel waiting work, and wait for the running work."""
+    threads = [one for one in list(_working) if one.is_alive()]  # others did not start
+    deadline = time.monotonic() + END_SECONDS
+    for thread in threads:
+        for future in _working.get(thread, ()):
+            future.cancel()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fulfil(future: "Future[Result]", item: Item, work: Callable[[Item], Result]) -> None:

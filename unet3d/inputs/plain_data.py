@@ -124,7 +124,7 @@ def _phrase(problem: dict[str, Any]) -> str:
     """Return the error of one field, from pydantic's message without its jargon."""
     kind, parts = problem["type"], [part for part in problem["loc"] if part != "[key]"]
     place = ".".join(printable(part, 40) for part in parts) or "the content"
-    if kind == "value_error":  # of a validator of ours
+    if kind == "value_error":  # one of our validators raised it
         return f"{place} {problem['ctx']['error']}"
     words = _WORDS.get(kind) or problem["msg"].replace("Input should be", "must be")
     words = words.replace("greater than or equal to", "at least")

@@ -6,6 +6,7 @@ A FIFO could block forever, a device has no end, and small JSON files can take m
 import errno
 import io
 import json
+import math
 import os
 import stat
 from collections import Counter
@@ -40,7 +41,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the plain values of a JSON file; NaN, Infinity and names given twice are refused.
+    """Return the plain values of a JSON file; infinity, NaN and names given twice are refused.
 
     Raises OSError like :func:`read_bytes`, and a one-line ValueError if the content is refused.
     """
@@ -51,7 +52,12 @@ def plain_json(content: bytes) -> Any:
     """Return the plain values of JSON, as :func:`read_json` does."""
     try:
         text = content.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
+        return json.loads(
+            text,
+            parse_constant=_refuse,
+            parse_float=_finite,
+            object_pairs_hook=_without_duplicates,
+        )
     except UnicodeDecodeError as error:
         raise ValueError("it is not text in UTF-8") from error
     except RecursionError as error:
@@ -60,6 +66,13 @@ def plain_json(content: bytes) -> Any:
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:60]} is too large for a floating-point number")
+    return number
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from unet3d.kernels.triton_support import FAST_TYPES, operation, triton_available
+from unet3d.kernels.operations import operation
+from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
 MAX_CLASSES = 256
 """Most classes that fit into one program's registers."""
@@ -45,7 +46,7 @@ def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
     is (N, X, Y, Z), class indices of any integer type; a region is a set of classes. Voxels whose
     index is above all classes of regions are left out, and the gradient of their logits is 0. The
     sums are (5, N, R) in float32 at least, over the other voxels: the binary cross-entropy, p over
-    the region, p over all voxels, the number of the region's voxels, and the number of all.
+    the region, p over all voxels, the number of the region's voxels, and the number of all voxels.
     """
     return _summed(
         logits,

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.triton_support import operation, triton_available
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.torch_private import version
 
@@ -34,9 +33,10 @@ _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
 _DEFERRED = "_deferred"
 MOMENTS = "_moments"
-"""Mark of a map with its moments, as a normalisation takes them."""
+"""Name of the mark that holds the moments of a map, for the normalisation that reads it."""
 SUMS = "_sums"
-"""Mark of the gradient of a normalised map with its sums, as a normalisation takes them."""
+"""Name of the mark on a normalised map's gradient that holds the sums for the normalisation's
+backward."""
 
 
 class Deferred(NamedTuple):
@@ -142,7 +142,7 @@ def was_folded(x: Tensor) -> bool:
 
 
 def mark(x: Tensor, name: str, numbers: Tensor) -> Tensor:
-    """Mark a tensor with numbers that depend on its values, and return it."""
+    """Attach numbers that were computed from a tensor's values to the tensor, and return it."""
     setattr(x, name, (numbers, version(x)))
     return x
 
@@ -156,7 +156,7 @@ def take(x: Tensor, name: str) -> Tensor | None:
 def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
     """Mark a map whose only reader normalises what it loads, and return it.
 
-    Autograd treats it as the normalised map: the reader returns the gradient of the latter.
+    Autograd treats it as the normalised map: the reader returns the gradient of the normalised map.
     """
     setattr(x, _DEFERRED, deferred)
     return x
@@ -187,24 +187,6 @@ def is_channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
-def pad_z(x: Tensor, before: int, after: int) -> Tensor:
-    """Return a copy of a map with planes of zeros before and behind Z, channels-last."""
-    if triton_available(x):
-        padded: Tensor = _pad_z(channels_last(x), before, after)
-        return padded
-    y = empty_with_planes(x, before, after)
-    y.zero_()[..., before : before + x.shape[-1]].copy_(x)
-    return y
-
-
 def empty_with_planes(like: Tensor, before: int, after: int) -> Tensor:
     """Return channels-last memory (N, C, X, Y, before + Z + after) for a map like another."""
     return empty_channels_last((*like.shape[:-1], before + like.shape[-1] + after), like)
-
-
-_pad_z = operation(
-    "pad_z",
-    "(Tensor x, int before, int after) -> Tensor",
-    "pad_kernel.pad_z",
-    empty_with_planes,
-)

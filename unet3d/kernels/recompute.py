@@ -31,7 +31,7 @@ class _Offer(NamedTuple):
 
     recompute: Recompute
     source: Tensor | None
-    """The large tensor that it is recomputed from, kept for backward; None: no large one."""
+    """The large tensor that it is recomputed from, kept for backward; None: no large tensor."""
     shape: torch.Size
     is_dense: bool
     """Whether the tensor is stored without zeros around Z (:mod:`unet3d.kernels.maps`)."""
@@ -99,9 +99,9 @@ def offer(
     """Register how to recompute a tensor that was just computed, if a context asks for it.
 
     ``recompute`` returns it in the same layout except for zeros around Z
-    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway, and
-    of these only the ``source`` may be large. With a source, only large tensors are recomputed;
-    without one, as in a recomputed part of the network, tensors of any size.
+    (:mod:`unet3d.kernels.maps`). It may only hold tensors that are kept for backward anyway, and
+    none but the ``source`` may be large. With a source, only large tensors are recomputed; without
+    one, as in a recomputed part of the network, tensors of any size.
     """
     known = _known.get()
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):
@@ -120,7 +120,7 @@ def recomputing(tensor: Tensor) -> Recompute:
 
 
 def kept_for(tensor: Tensor) -> Tensor:
-    """Return the tensor that is kept for backward in place of another: its source or itself."""
+    """Return what is kept for backward in place of a tensor: its source, or the tensor itself."""
     offered = _offer_of_whole(tensor)
     return tensor if offered is None or offered.source is None else offered.source
 

@@ -40,11 +40,11 @@ class Shard(Protocol):
     """Number of slabs."""
 
     def of_volume(self, number: int) -> int:
-        """Scale this slab's number of planes or voxels to that of the whole volume."""
+        """Scale this slab's number of planes or voxels to the whole volume."""
         ...
 
     def of_largest(self, number: int) -> int:
-        """Scale this slab's number of planes or voxels to that of the largest slab."""
+        """Scale this slab's number of planes or voxels to the largest slab."""
         ...
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:
@@ -87,7 +87,7 @@ def x_padding() -> int:
 
 
 def number_of_largest(number: int) -> int:
-    """Scale a map's number of voxels or elements to that of the largest slab, if it is a slab."""
+    """Scale a slab's number of voxels or elements to the largest slab; unchanged without slabs."""
     shard = current_shard()
     return number if shard is None else shard.of_largest(number)
 
@@ -96,7 +96,7 @@ def sum_of_losses(values: Tensor) -> Tensor:
     """Return sums over the volume from a slab's sums, or a whole map's; differentiable.
 
     Every device computes the same loss from the sums, and gets the same gradient of them. The
-    gradient of the sum of all devices' losses is this one, times the number of devices.
+    gradient of the sum of all devices' losses is this gradient, times the number of devices.
     """
     shard = current_shard()
     if shard is None:
@@ -127,9 +127,9 @@ class _Sum(torch.autograd.Function):
 
 
 def with_halo(x: Tensor) -> Tensor:
-    """Return a copy of a slab (N, C, X, Y, Z) with its halo, (N, C, X + 2, Y, Z), or a whole map.
+    """Return a copy of a slab (N, C, X, Y, Z) with its halo, (N, C, X + 2, Y, Z).
 
-    Differentiable.
+    A map that is not divided is returned unchanged. Differentiable.
     """
     shard = current_shard()
     if shard is None:

@@ -1,13 +1,8 @@
-"""Kernels as PyTorch operations, and whether Triton can be used for a tensor.
-
-Nothing here imports Triton, so memory can be predicted without Triton.
-"""
+"""Whether Triton can be used for a tensor; the first question on a GPU imports Triton."""
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,36 +15,6 @@ FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types for which the kernels compute in float32."""
 
 _other_ranks_can = True
-
-
-def operation(
-    name: str,
-    signature: str,
-    run: str | Callable[..., Any],
-    fake: Callable[..., Any],
-    devices: str | Sequence[str] = "cuda",
-) -> Any:
-    """Define the operation ``unet3d::name``, without a gradient, and return it.
-
-    On ``devices`` it calls ``run``. A function that launches kernels is given by its name, relative
-    to this folder, so that its module is imported at the first call. ``fake`` takes the same
-    arguments and returns the memory of the results. PyTorch's ``custom_op`` adds checks to
-    every call that take longer than a small kernel.
-    """
-
-    @functools.cache
-    def launching() -> Callable[..., Any]:
-        module, _, function = f"unet3d.kernels.{run}".rpartition(".")
-        launch: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return launch
-
-    def launched(*tensors: Any, **options: Any) -> Any:
-        return launching()(*tensors, **options)
-
-    torch.library.define(f"unet3d::{name}", signature)
-    torch.library.impl(f"unet3d::{name}", devices)(run if callable(run) else launched)
-    torch.library.register_fake(f"unet3d::{name}")(fake)
-    return getattr(torch.ops.unet3d, name).default
 
 
 def triton_available(x: Tensor) -> bool:
@@ -82,7 +47,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     """Let all ranks use the kernels, or none; a collective call with this rank's devices.
 
     Kernels and plain operations send sums of different shapes, so all ranks must use the same.
-    ``exchange`` maps this rank's answer to those of all ranks.
+    ``exchange`` maps this rank's answer to the answers of all ranks.
     """
     global _other_ranks_can
     own = True
@@ -98,7 +63,10 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
 
 def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
-    """Return whether all ranks can; if only others cannot, log ``otherwise`` with one of them."""
+    """Return whether all ranks can.
+
+    If this rank can but others cannot, log ``otherwise`` with the first that cannot.
+    """
     answers = exchange(own)
     if own and not all(answers):
         logger.warning(otherwise, list(answers).index(False))

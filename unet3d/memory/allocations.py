@@ -148,8 +148,8 @@ def _as_cudnn(func: Any, args: tuple[Any, ...], results: Any) -> Any:
 class _AutocastOfGpu(TorchFunctionMode):
     """Makes autocast treat fake devices as it treats CUDA tensors.
 
-    It has one list of operations for each kind of device. For the operations of our networks, the
-    lists differ twice: ``group_norm`` runs in float32 on CUDA, ``avg_pool3d`` on a CPU.
+    Autocast has one list of operations for each kind of device. For the operations of our networks,
+    the lists differ twice: ``group_norm`` runs in float32 on CUDA, ``avg_pool3d`` on a CPU.
     """
 
     def __torch_function__(

@@ -16,7 +16,7 @@ _MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_
 
 
 def use_expandable_segments() -> None:
-    """Have CUDA's allocator grow its reserved segments instead of adding ones of fixed size.
+    """Have CUDA's allocator grow its reserved segments instead of adding segments of fixed size.
 
     Feature maps with and without padding differ by about a percent in size, so one does not fit
     into the freed memory of the other. Expandable segments reduce this fragmentation. Settings of

@@ -1,6 +1,6 @@
 """A cache of the results of operations on fake tensors, because a step repeats most of them.
 
-PyTorch's own cache has keys for all kinds of tensors, such as sparse and quantized ones. Its
+PyTorch's own cache has keys for all kinds of tensors, such as sparse and quantized tensors. Its
 lookups take more time than the rest of a fake step. This cache has dense tensors only, and leaves
 others to PyTorch.
 """
@@ -46,7 +46,8 @@ _Results = tuple[type | None, list[_Result | None]]
 operation returns None."""
 
 _known: dict[Any, _Results | None] = {}
-"""Results by operation and arguments, in the whole process; None: these do not determine them."""
+"""Results by operation and arguments, in the whole process; None: arguments do not determine
+them."""
 
 
 class FakeResults:
@@ -105,7 +106,7 @@ class FakeResults:
 
 
 def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results | None:
-    """Return a description to recreate such results; None: not determined by the arguments."""
+    """Return a description that recreates the results; None: arguments do not determine them."""
     container = type(results) if isinstance(results, (tuple, list)) else None
     several = (results,) if container is None else results
     made = [one for one in several if one is not None]

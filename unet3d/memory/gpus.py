@@ -90,9 +90,10 @@ def refuse_impossible(
     precisions: Mapping[str, str],
     is_alone: bool,
 ) -> None:
-    """Refuse impossible devices and precisions, as far as this needs no PyTorch.
+    """Refuse devices and precisions that are impossible; check only what does not need PyTorch.
 
-    Without ``is_alone``, several ranks or folds share the devices, whose number is not checked.
+    Without ``is_alone``, several ranks or folds share the devices, and the number of devices is not
+    checked.
     """
     refuse_missing(names or ())
     if names is not None and is_alone:

@@ -20,8 +20,8 @@ LIMIT_FILES = (
         ("total_active_file", "total_inactive_file"),
     ),
 )
-"""Files with the limit and the use of a control group, and counters of used pages of files, which
-the kernel frees when memory is short; for versions 2 and 1 of control groups."""
+"""For versions 2 and 1 of control groups: the files with a group's memory limit and use, and the
+counters of cached file pages, which the kernel frees when memory is short."""
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -57,7 +57,10 @@ def readable(num_bytes: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed on a GPU or on the host; the latter has no error class."""
+    """Tell whether an allocation failed, on a GPU or on the host.
+
+    PyTorch has no class for its errors on the host.
+    """
     if is_out_of_gpu_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

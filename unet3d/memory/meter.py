@@ -37,7 +37,7 @@ class Slot:
     """Its number, from 0."""
     device: torch.device
     blocks: tuple[str, ...]
-    """Names of the blocks that it runs."""
+    """Names of the blocks that run on the slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ class Timeline:
     slots: tuple[int, ...]
     """Numbers of the slots whose memory this is."""
     marks: tuple[Mark, ...]
-    """One mark for each action of the step, including those of other slots."""
+    """One mark for each action of the step, including actions of other slots."""
 
 
 class Observer:
-    """Observes the actions that an executor launches; this one does nothing with them.
+    """Observes the actions that an executor launches; this base class ignores them.
 
     Actions that are replayed from CUDA graphs make no tensors, so they are not reported.
     """

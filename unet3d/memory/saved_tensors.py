@@ -30,7 +30,7 @@ _handlers: ContextVar[tuple[Handler, ...]] = ContextVar("handlers", default=())
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Ask a handler about every tensor saved in the context, before those of enclosing contexts."""
+    """Ask a handler about each tensor saved in the context, before enclosing contexts' handlers."""
     token = _handlers.set((handler, *_handlers.get()))
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):

@@ -231,7 +231,7 @@ class UpsampledUnit(nn.Module):
 
 
 class SkippedUnit(UpsampledUnit):
-    """An upsampled unit fused with the convolution of its skip, which a kernel adds in passing."""
+    """An upsampled unit fused with the convolution of its skip: one kernel convolves and adds."""
 
     def __init__(self, unit: UpsampledUnit, skip: Convolution) -> None:
         """Join a unit and a convolution with a 3x3x3 kernel and stride 1."""

@@ -46,7 +46,7 @@ class SegmentationLoss:
     batch Dice. So false positives count also in samples without a voxel of the class."""
     regions: Regions = ()
     """Indices of the classes in each region; every class but the background is in at least one.
-    With regions there is a logit for each region, which may overlap; probabilities are sigmoids,
+    With regions, which may overlap, there is a logit for each region; probabilities are sigmoids,
     and the cross-entropy is the binary one. Empty: there is a logit for each class."""
 
     @classmethod

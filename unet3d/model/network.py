@@ -1,6 +1,6 @@
-"""Networks as lists of blocks, which cuts divide into stages, and running the blocks.
+"""Networks as lists of blocks: how blocks run, and how cuts divide a network into stages.
 
-Any chain of modules becomes such a network.
+Any chain of modules can become such a network.
 """
 
 from abc import ABC, abstractmethod
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import ConfigError, VolumeError
+from unet3d.errors import ConfigError, VolumeError, counted
 from unet3d.kernels.sharding import Shard, sharded
 
 _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
-"""Modules whose result for one sample depends on the others of its batch."""
+"""Modules whose result for one sample depends on the other samples of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class SequentialNetwork(BlockNetwork):
         self.sample_shape = tuple(sample_shape)
         if not self.blocks() or not self.sample_shape:
             raise ConfigError(
-                f"a chain of {len(self.blocks())} modules for samples of shape "
+                f"a chain of {counted(len(self.blocks()), 'module')} for samples of shape "
                 f"{self.sample_shape} cannot be run; give at least one module and one axis"
             )
         _refuse_shared(self.blocks())

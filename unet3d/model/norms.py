@@ -1,4 +1,4 @@
-"""Normalisations, each with the LeakyReLU that follows it, also of slabs of a volume."""
+"""Normalisations of whole volumes or slabs, each with the LeakyReLU that follows it."""
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class OtherNorm(nn.Sequential):
     def forward(
         self, x: Tensor, added: Tensor | None = None, outputs_of_reader: int | None = None
     ) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
+        """Map (N, C, X, Y, Z) to the same shape; for the arguments see :class:`InstanceNorm`."""
         out: Tensor = super().forward(x if added is None else sum_of(x, added))  # type: ignore[no-untyped-call]
         return with_halo(out) if self.activated else out
 

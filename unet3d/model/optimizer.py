@@ -11,7 +11,8 @@ from unet3d.config import TrainingSettings
 POWER = 0.9
 MOMENTUM = 0.99
 MAX_GRADIENT_NORM = 12.0
-"""Norm of all gradients together that clipping allows; like the momentum, nnU-Net's value."""
+"""Largest norm of all gradients together; larger gradients are clipped to it. nnU-Net's value, like
+the momentum."""
 
 WARMUP_STEPS = 250
 """Warm-up steps of a run with ``training.init``: a new head has meaningless gradients."""
@@ -71,7 +72,7 @@ class Optimization:
         return scale
 
     def learning_rate(self, step: int, num_steps: int) -> float:
-        """Return the rate of one step of a training run, from 0 to below ``num_steps``."""
+        """Return the learning rate of one of the steps 0 to ``num_steps`` - 1 of a training run."""
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
         if self.settings.init is None:
             return rate

@@ -119,7 +119,7 @@ class _Part:
         self.inputs.clear()
 
     def run_for(self, name: str) -> Tensor:
-        """Run the part again for one result, and keep nothing else."""
+        """Run the part again to return one result; no other tensor is kept."""
         return self._run_all(lambda tensor: _NOTHING, wanted=(name,))[name]
 
     def _after(self, block: Block, made: Tensor) -> None:
@@ -232,7 +232,7 @@ class _Result:
         )
 
     def __call__(self) -> Tensor:
-        """Return the result for backward."""
+        """Return the result, which backward needs again."""
         if self.again is None:
             self._part.run_again()
         assert self.again is not None  # the second run has set it
@@ -248,7 +248,7 @@ class _Result:
 
 
 def _at_start_of_graph(tensor: Tensor) -> Tensor:
-    """Return a tensor that requires a gradient, but no leaf, which the graph would keep alive."""
+    """Return a tensor that requires a gradient but is no leaf; a graph keeps its leaves alive."""
     leaf = torch.empty(0, device=tensor.device, requires_grad=True)
     entered: Tensor = _Start.apply(leaf, tensor)  # type: ignore[no-untyped-call]
     return with_marks(entered, tensor)

@@ -119,7 +119,7 @@ class Topology:
         return 2 if self.encoder == "plain" else RESIDUAL_UNITS[min(level, len(RESIDUAL_UNITS) - 1)]
 
     def num_decoder_units(self, level: int) -> int:
-        """Return the number of convolutions on a level of the decoder, which lacks the lowest."""
+        """Return the number of convolutions on a decoder level; the lowest level has none."""
         if self.decoder_units:
             return self.decoder_units[level]
         return 2 if self.encoder == "plain" else 1

@@ -238,8 +238,8 @@ class UNet3d(BlockNetwork):
             image: (N, C, X, Y, Z); each axis a multiple of the topology's total stride.
 
         Returns:
-            Logits (N, K, X, Y, Z); in training with deep supervision a tuple of such, full
-            resolution first.
+            Logits (N, K, X, Y, Z); in training with deep supervision a tuple of logits,
+            full resolution first.
         """
         self.check_shape(image)
         logits: tuple[Tensor, ...] = self.decoder(self.encoder(image))

@@ -23,7 +23,7 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
         content = read_tensors(path, described=part == "description")
         if not isinstance(content, dict) or "network_weights" not in content:
             return checkpoint_of(content, path, part)
-        from unet3d.nnunet.reading import model_of  # not above: few predict with it
+        from unet3d.nnunet.reading import model_of  # not above: few runs need nnU-Net's models
 
         return model_of(content, path, part)
 

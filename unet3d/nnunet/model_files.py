@@ -6,8 +6,9 @@ A model of nnU-Net is a folder of its results::
         plans.json  dataset.json
         fold_0/checkpoint_final.pth     fold_1/...     or fold_all/...
 
-or an archive of such folders, which ``nnUNetv2_export_model_to_zip`` writes. These files of an
-archive are unpacked to a temporary folder, whose link ``archive`` tells all ranks its path::
+or an archive of such folders, which ``nnUNetv2_export_model_to_zip`` writes. From an archive, the
+files named above are unpacked to a temporary folder, whose link ``archive`` tells all ranks the
+archive's path::
 
     TEMPORARY/.unfinished-1a2b3c4d-unet3d-archive/
         archive -> weights/Task.zip
@@ -27,14 +28,14 @@ from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.inputs.plain_data import is_printable, printable
 from unet3d.inputs.reading import open_regular
 from unet3d.memory.host import readable
-from unet3d.runs.finding import checkpoints_in
+from unet3d.runs.finding import checkpoints_in, only_one
 from unet3d.runs.run_folder import RunFolder
 
 PLANS = "plans.json"
 DATASET = "dataset.json"
 
 SUFFIX = ".pth"
-"""Suffix of checkpoints of nnU-Net, which those of unet3d do not have."""
+"""Suffix of nnU-Net's checkpoints; unet3d's checkpoints have another."""
 
 FINAL = f"checkpoint_final{SUFFIX}"
 """The checkpoint that nnU-Net writes at the end of training, and predicts with."""
@@ -50,7 +51,8 @@ MAX_GROWTH = 20
 shrink a thousandfold, and a small archive of them would fill a disk."""
 
 Folds = Sequence[int] | None
-"""Numbers of folds; None: all numbered folds or, if there are none, the fold on every case."""
+"""Numbers of folds; None: all numbered folds or, if there are none, the fold trained on every
+case."""
 
 
 def networks_in(
@@ -83,6 +85,11 @@ def networks_in(
         return files
     by_fold = {ALL if (fold := fold_of(file)) is None else fold: file for file in files}
     return _chosen(by_fold, folds, path)
+
+
+def network_in(path: Path) -> Path:
+    """Return the only checkpoint that a path stands for, of unet3d or of nnU-Net."""
+    return only_one(path, networks_in(path))
 
 
 def known_as(path: Path) -> Path:

@@ -114,7 +114,7 @@ class _Architecture(BaseModel):
 
 
 class _Said(BaseModel):
-    """The values of a plan for one configuration and for all, along the plan's own axes."""
+    """One configuration in ``plans.json``, with the common values; axes are the plan's."""
 
     patch_size: Shape
     spacing: Spacing
@@ -144,7 +144,7 @@ class _Said(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One configuration of a plan, with the values for all of them, along a file's axes."""
+    """One configuration of a plan, with the values common to all; axes are those of a file."""
 
     order: Order
     """Order of the plan's axes."""
@@ -278,7 +278,7 @@ def _topology(
 
 
 def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network in plans of nnU-Net before 2.4, in the format of later ones."""
+    """Return the network in plans of nnU-Net before 2.4, in the format of later plans."""
     units = found.get("n_conv_per_stage_encoder")
     base, most = found.get("UNet_base_num_features"), found.get("unet_max_num_features")
     if not isinstance(units, list) or type(base) is not int or type(most) is not int:

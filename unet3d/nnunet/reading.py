@@ -19,6 +19,7 @@ from torch import Tensor
 from unet3d.config import Config
 from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, read_labels
+from unet3d.errors import counted
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.model_files import DATASET, PLANS, known_as
@@ -73,7 +74,8 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
     channels = channel_names(Path(DATASET), dataset, [])
     if len(channels) != len(plan.channels):
         raise ValueError(
-            f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
+            f"{DATASET} names {counted(len(channels), 'channel')}, but {PLANS} is for "
+            f"{len(plan.channels)}"
         )
     trainer = printable(content.trainer_name)
     weights = of_plan(content.network_weights, plan.topology, plan.order, trainer)

@@ -47,7 +47,7 @@ def order_of(transpose_forward: Sequence[int]) -> Order:
 
 
 def reordered(values: Sequence[Any], order: Order) -> tuple[Any, Any, Any]:
-    """Return values for the network's axes in the order of a file's axes."""
+    """Return values for the axes of nnU-Net's network, reordered to the axes of a file."""
     x, y, z = (values[axis] for axis in order)
     return (x, y, z)
 
@@ -160,10 +160,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _pairs(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield our name of each parameter, and nnU-Net's.
+    """Yield each parameter's name in unet3d and its name in nnU-Net.
 
-    A name of nnU-Net's repeats if our parameters are halves of its input channels; the half for
-    upsampled features comes first.
+    Two parameters of unet3d have the same name in nnU-Net if each has a share of the input channels
+    of nnU-Net's parameter; the share for upsampled features comes first.
     """
     yield from _encoder(topology)
     last = topology.num_levels - 2

@@ -85,7 +85,7 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def _of_training(checkpoint: Checkpoint) -> tuple[Any, ...]:
-    """Return what folds of one training share, without the least deviation, nnU-Net's own."""
+    """Return what all folds of one model share. ``least_std`` is left out: nnU-Net has its own."""
     preprocessing = checkpoint.preprocessing.without_least_std()
     return checkpoint.topology, preprocessing, checkpoint.patch_size
 

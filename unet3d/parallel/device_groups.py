@@ -21,11 +21,11 @@ class Machine:
     is_real: bool = True
     """Whether missing devices are an error; a plan may be for another machine."""
     description: str = "the described machine"
-    """Its devices as a phrase, for errors."""
+    """The machine's devices in words, for errors."""
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return this machine."""
+        """Return the devices of this machine."""
         count = torch.cuda.device_count()
         gpus = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
         description = f"cpu and {gpus}" if gpus else "cpu and no CUDA GPU"

@@ -7,12 +7,13 @@ piece is sent as soon as its gradients are complete, while backward goes on::
     stage 1   .. F0 B0 F1 B1 F2 B2 ┬─ pieces ─┐
     stage 0   F0 F1 .. B0 F2 B1 .. B2 ┬─ pieces ─┐  step
 
-The messages of a step on one device are part of its CUDA graph. Ranks that capture and ranks that
-launch send the same messages in the same order, so they need not agree.
+The messages of a step on one device are part of its CUDA graph. Ranks that capture a step and ranks
+that launch it send the same messages in the same order, so ranks need not agree on which of the two
+they do.
 
 If devices share volumes, nothing overlaps: their backward exchanges planes, and two NCCL
-communicators that run at the same time in one process can deadlock. There a stage has one piece, as
-has each stage of a pipeline on one machine.
+communicators that run at the same time in one process can deadlock. Then all gradients of a stage
+are one piece, as in a pipeline on one machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from unet3d.parallel.spatial.shard import GroupMessages, NoMessages
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
-"""Size of a piece that is sent while backward goes on; DDP's buckets have the same."""
+"""Size of a piece that is sent while backward goes on: the size of DDP's buckets."""
 
 
 class NoExchange:
@@ -99,8 +100,8 @@ class FlatExchange(NoExchange):
     ) -> None:
         """Connect the ranks and copy the first one's parameters; all ranks call it.
 
-        A replica is ``num_shards`` consecutive ranks, which exchange ``messages`` (None: those of
-        the group). Without a group no messages are sent, for predicting memory.
+        A replica is ``num_shards`` consecutive ranks, which exchange ``messages`` (None: the
+        group's messages). Without a group no messages are sent, for predicting memory.
         """
         self._num_ranks = 1 if group is None else group.size
         self._num_shards = num_shards

@@ -30,8 +30,8 @@ from unet3d.torch_private import has_dropout
 class Executor(Protocol):
     """A network that is placed on devices, for training and prediction.
 
-    Every placement is transparent: the loss and the gradients are those of
-    the plain network on the whole batch.
+    Every placement is transparent: loss and gradients are as with the plain network on the whole
+    batch.
     """
 
     @property
@@ -87,7 +87,7 @@ class Executor(Protocol):
 
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
-            precision: Resolved number type of activations, such as ``float32``; None: that of
+            precision: Resolved number type of activations, such as ``float32``; None: as in
                 training.
         """
         ...
@@ -236,7 +236,7 @@ def _apart(module: BlockNetwork) -> Iterator[None]:
 
 
 def _parts(whole: PartOfBatch, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:
-    """Return micro-batches whose gradients add up to those of the whole batch, times a scale.
+    """Return micro-batches whose gradients add up to the whole batch's, times a scale.
 
     Each micro-batch has the loss value of the whole batch, so the weighted values add up to it.
     Each has its own part of the gradient, without a weight; the exchange takes the mean over

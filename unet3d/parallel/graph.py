@@ -1,9 +1,9 @@
 """CUDA graphs: the launches of a step on one device, captured once and replayed in one call.
 
 For small volumes Python takes longer to launch the thousands of kernels of a step than a GPU takes
-to run them. All graphs of a step on a GPU share one pool of memory: while one is captured, memory
-that earlier ones no longer need is reused. They are replayed in the order in which they were
-captured, so a captured step takes as much memory as one that is launched.
+to run them. All graphs of a step on a GPU share one pool of memory: while a graph is captured, it
+reuses memory that earlier graphs no longer need. They are replayed in the order in which they were
+captured, so a captured step takes as much memory as a launched step.
 """
 
 import gc
@@ -147,7 +147,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which a GPU captures; forward and backward must share one.
 
     There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
-    used on, in each thread. They are allocated here, so that they are not in the pool of a graph.
+    used on, in each thread. The workspaces are allocated here, so that they are not in the pool of
+    a graph.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):

@@ -1,10 +1,10 @@
 """Loss functions, and how losses of the parts of a batch are added.
 
-A loss is a mean over samples, or a loss of the whole batch, such as batch Dice. The latter is f(T),
-where T are sums over all voxels of the batch. Its gradient with respect to the sums S of one part
-(a micro-batch, or a replica's share) depends on T only. So the loss of a part is f(S + (T - S)),
-where the difference is a constant. It has the value of the loss of the batch, and the gradients of
-all parts add up to the gradient of the batch.
+A loss is a mean over samples, or a loss of the whole batch, such as batch Dice. A loss of the whole
+batch is f(T), where T are sums over all voxels of the batch. Its gradient with respect to the sums
+S of one part (a micro-batch, or a replica's share) depends on T only. So the loss of a part is f(S
++ (T - S)), where the difference is a constant. It has the value of the loss of the batch, and the
+gradients of all parts add up to the gradient of the batch.
 
 Before the first backward, T must be known. Replicas with one micro-batch exchange their sums
 between forward and loss; in a captured step the message is part of the graph. Several micro-batches
@@ -30,8 +30,8 @@ is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
 
 A loss of the whole batch sets ``joins_samples``. Its ``sums(logits, target)`` adds over samples,
 and its ``from_sums`` takes the sums of the whole batch, like
-:class:`~unet3d.model.loss.SegmentationLoss`. Steps are captured as CUDA graphs only if they all get
-the same object.
+:class:`~unet3d.model.loss.SegmentationLoss`. Steps are captured as CUDA graphs only if all of them
+get the same loss object.
 """
 
 
@@ -70,7 +70,7 @@ def added(values: Sequence[Tensor]) -> Tensor:
 
 
 def joins_samples(loss_fn: LossFunction) -> bool:
-    """Return whether a loss is one of the whole batch, not a mean over samples."""
+    """Return whether a loss is computed over the whole batch, not as a mean over samples."""
     return bool(getattr(loss_fn, "joins_samples", False))
 
 
@@ -91,7 +91,7 @@ class PartOfBatch:
     """The sums over the batch; None: the sums of this part and of the other replicas, added."""
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sums over the batch from those over this replica's samples."""
+        """Return the sums over the batch from the sums over this replica's samples."""
         return self.exchange.total(own * self.factor)
 
     def __call__(self, logits: Any, target: Tensor) -> Any:

@@ -142,7 +142,7 @@ class Buffer:
     """Memory at a fixed address, for tensors of one shape that are sent one after another."""
 
     def __init__(self, like: Tensor, device: torch.device) -> None:
-        """Allocate it on a device, with the shape, type and strides of ``like``."""
+        """Allocate the buffer on a device, with the shape, type and strides of ``like``."""
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None
@@ -188,7 +188,7 @@ def _copy_streams(
 ) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Return the streams of one direction between two GPUs, one on each.
 
-    Each direction has its own: on shared ones, gradients on their way back would hold up the next
-    micro-batch's activations.
+    Each direction has its own: on shared streams, gradients on their way back would hold up the
+    next micro-batch's activations.
     """
     return torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ Resized = Callable[[Tensor], None]
 
 
 def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
-    """Return the tensors that the encoder writes, and that both it and the decoder read."""
+    """Return the tensors that the encoder writes, and that both encoder and decoder read."""
     made = {block.name for block in blocks if block.path == "encoder"}
     read = {(block.path, name) for block in blocks for name in block.inputs}
     return frozenset(name for name in made if {("encoder", name), ("decoder", name)} <= read)

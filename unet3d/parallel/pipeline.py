@@ -2,8 +2,8 @@
 
 A step is launched, or replayed as one CUDA graph per action with copies between the graphs. To
 capture a step, its schedule is walked once, which also notes the calls of a replay in order. On the
-same GPU, a stage reads the output of another in place. Between GPUs there are
-buffers: each message takes one that no message in flight uses, and the same one in each replay.
+same GPU, a stage reads the output of another in place. Between GPUs there are buffers: each message
+takes a buffer that no message in flight uses, the same buffer in each replay.
 
 A tensor is copied to another GPU while the sender computes its next action. That action must not
 reuse the tensor's memory, and the action after it waits until the tensor has been read::
@@ -95,7 +95,7 @@ class _Actions:
         """During replay: events after the reads of the tensors that the last actions have sent."""
 
     def replay(self, graph: Graph) -> None:
-        """Replay an action, after tensors sent by the action before the last have been read."""
+        """Replay an action once all tensors sent before the previous action have been read."""
         with self.pool.current():
             while len(self._unread) > 1:
                 for event in self._unread.popleft():
@@ -269,7 +269,7 @@ class Pipeline:
         observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
-        """Add the gradients of a batch to the parameters', and return its weighted loss.
+        """Add a batch's gradients to the gradients of the parameters; return its weighted loss.
 
         A tensor that one GPU sends to another is kept until it has been read. Steps that are queued
         ahead would fill memory with such tensors, so the host waits for the step before.
@@ -291,8 +291,8 @@ class Pipeline:
         """Return the logits of the full resolution.
 
         The host does not wait for the result, so the first stage of the next call overlaps with the
-        last of this one. The number of calls in flight is at most the number of stages, so that a
-        fast first stage does not fill the memory of the others.
+        last stage of this call. The number of calls in flight is at most the number of stages, so
+        that a fast first stage does not fill the memory of the others.
         """
         result, *coarse = self._results
         logits = self._forward(image, coarse, precision)[result]
@@ -311,7 +311,7 @@ class Pipeline:
     def _forward(
         self, image: Tensor, left_out: Sequence[str] = (), precision: str | None = None
     ) -> dict[str, Tensor]:
-        """Return the results that are not left out, on the last stage's device."""
+        """Return the results except for ``left_out``, on the last stage's device."""
         tensors = {"image": image}
         for index, runner in enumerate(self._runners):
             device = runner.stage.slot.device

@@ -113,7 +113,7 @@ class ParallelDims:
 
         Args:
             settings: Mode, devices and replicas.
-            machine: The devices that exist; None: those of this machine.
+            machine: The devices that exist; None: this machine's.
             ranks: The rank of this process; None: it is the only process, or starts the others.
 
         Raises:

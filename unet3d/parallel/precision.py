@@ -27,8 +27,8 @@ from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 logger = logging.getLogger(__name__)
 
 MIN_GAIN = 1.25
-"""Speed-up of convolutions from which a CPU computes in bfloat16. Below it measurements are mostly
-noise, and float32 rounds less."""
+"""A CPU computes in bfloat16 if that speeds up convolutions at least by this factor. Smaller
+factors are mostly noise, and float32 rounds less."""
 _TIMED_CHANNELS = 32
 _TIMED_SIZE = 16
 _TIMED_ROUNDS = 3
@@ -199,7 +199,7 @@ def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtyp
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """Return the precision of a stage on one device, given that of the network."""
+    """Return the precision of a stage on one device, given the network's precision."""
     dtype = autocast_dtype(precision)
     return precision if lowered_on(device, dtype) == dtype else "float32"
 

@@ -139,9 +139,9 @@ class PlacedBlocks:
         left_out: Sequence[str] = (),
         precision: str | None = None,
     ) -> dict[str, Tensor]:
-        """Return the stage's outputs except those of some blocks, without keeping anything.
+        """Return the stage's outputs except those of ``left_out``; nothing is kept for backward.
 
-        The precision must be resolved; None: that of training.
+        ``precision`` must not be ``auto``; None: the precision of training.
         """
         device, autocast = self.stage.slot.device, self._autocast
         if precision is not None:
@@ -190,7 +190,7 @@ class DeviceStep:
         observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
-        """Add the gradients of a batch to the parameters', and return its weighted loss."""
+        """Add a batch's gradients to the gradients of the parameters; return its weighted loss."""
         (stage,) = self.stages
         losses: list[Any] = []
         for number, one in enumerate(batch):

@@ -52,8 +52,8 @@ class PatchLoader:
         the GPU with ``augments_on_device``. The loader yields the share of replica ``rank``, and of
         this share only the planes along X that ``slab`` returns for the shape of a batch (None:
         all); ``slab`` must be picklable. ``gather`` gathers statistics of slabs that are made on
-        the device, on the stream of the steps and between two of them. On the host, every rank
-        makes a patch whole if it needs statistics.
+        the device, on the stream of the steps and between two steps. On the host, every rank makes
+        a patch whole if it needs statistics.
         """
         self.num_steps = num_steps
         self._numbers = _Numbers()
@@ -126,7 +126,7 @@ class PatchLoader:
         self._loaded = self._next = None
 
     def _load(self, number: int) -> Any:
-        """Return the batch of a number, cut or made; it must be the next one."""
+        """Return batch ``number``, which must be the next one, as cuts or as a complete batch."""
         assert self._loaded is not None
         began = time.monotonic()
         try:
@@ -147,7 +147,7 @@ class PatchLoader:
 
 
 def _die_with_server(worker: int) -> None:
-    """End a worker with the server that it was forked from; the server ends with its own parent.
+    """End a worker when the server that forked it ends; the server ends with its own parent.
 
     PyTorch's own watchdog only observes the server, which would live as long as its workers.
     """

@@ -188,7 +188,7 @@ class PatchSampler:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
 
     def _drawn_case(self, rng: np.random.Generator) -> PreparedCase:
-        """Return the case of a patch, which its new generator draws first."""
+        """Return the case of a patch; it is the first draw of the patch's new generator."""
         return self.cases[int(rng.integers(len(self.cases)))]
 
     def cut(

@@ -23,21 +23,23 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     # Converges in fewer steps; the rate is higher than usual because there are few steps.
     ({"training.optimizer": "adamw", "training.learning_rate": 0.003}, "training.weight_decay"),
 )
-"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases. A group of values
-is used only if the user sets none of them, nor the setting named with the group."""
+"""On two cores, a training run with these values takes 5 to 15 minutes for a few dozen to a few
+hundred small cases. A group of values is used only if the user sets none of them, nor the setting
+named with the group."""
 
 NETWORK = "model.base_channels"
-"""The only one of these settings that ``training.init`` determines."""
+"""The only setting in ``CPU_DEFAULTS`` that ``training.init`` determines."""
 
 RATE_DIVISOR_OF_INIT = 10
 """Divides the learning rate in a run with ``training.init``: the rate for random weights would
-destroy trained ones."""
+destroy trained weights."""
 
 
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
     """Return settings with values of ``auto`` that suit devices and initial weights.
 
-    The line counts the values chosen for a CPU, and names one; None: there are none.
+    The second result is a line that counts the values chosen for a CPU and names one of them; None
+    if no value was chosen for a CPU.
     """
     has_init = config.training.init is not None
     taken: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def compare(
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
-    # Predictions would not notice: they allocate weights without touching them.
+    # Predictions would not notice a lack of host memory: they never touch the weights.
     refuse_beyond_memory(network.topology)
     candidates = [asked]  # the candidates of mode auto, or the single placement
     if config.parallel.mode == "auto":
@@ -59,7 +59,8 @@ def compare(
     notes = list(_notes(config.parallel, memory_bytes))
     notes += [] if link is None else [f"{link_line(link)}."]
     if any(device.type == "cuda" for device in several):
-        notes.append(f"Beside its peak, a GPU needs {readable(UNCOUNTED_BYTES)}; fits includes it.")
+        beside = readable(UNCOUNTED_BYTES)
+        notes.append(f"A GPU needs {beside} beside its peak; the column fits includes it.")
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
     options = [timed[dims] for dims in candidates]
@@ -128,7 +129,8 @@ def _beside(
 ) -> list[ParallelDims]:
     """Return the candidates and placements to compare them with, one device first.
 
-    The latter are all placements on the same devices (on two, if there is one), and two stages.
+    Beside the candidates there are all placements on the same devices, and one with two stages. If
+    there is only one device, a second one of its kind is assumed.
     """
     if len(devices) == 1:
         devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))

@@ -44,7 +44,7 @@ class Experiment:
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
     validation_files: tuple[Case, ...]
-    """The files of the validation cases, in the same order."""
+    """The files of the validation cases, in the order of these cases."""
     split: CaseSplit
 
     @property

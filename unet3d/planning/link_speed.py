@@ -1,4 +1,4 @@
-"""The bandwidth between the GPUs of this machine, measured in milliseconds at the start.
+"""The bandwidth between the GPUs of this machine, measured at the start, within milliseconds.
 
 A separate process measures it, because a process that uses a GPU keeps half a gibibyte of its
 memory until it ends, and the process that starts ranks lives as long as they do.
@@ -28,7 +28,7 @@ LIMIT_SECONDS = 60.0
 def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> float | None:
     """Return the bytes per second that each GPU sends to its neighbour while the others send.
 
-    None: there are fewer than two. Infinite: unknown, because a GPU is not on this machine or
+    None: there are fewer than two GPUs. Infinite: unknown, because a GPU is not on this machine or
     cannot be timed; NVLink is then assumed.
     """
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})

@@ -77,7 +77,7 @@ class Step:
         )
 
     def fullest(self) -> "Step":
-        """Return the step of a shard that needs as much memory as any.
+        """Return the step of the shard that needs the most memory, or nearly the most.
 
         It has one of the largest slabs and, if possible, neighbours on both sides. A shard at an
         end of the volume needs at most 0.5 % more memory, and with thin slabs 5 % less.
@@ -126,7 +126,7 @@ class MemoryEstimate:
         messages = MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
         for slot in self.slots:
             peak = self.memory[slot.index].peak_bytes
-            if slot.device.type == "cpu":  # whose slots add up
+            if slot.device.type == "cpu":  # its slots share the host's memory
                 needed[slot.device] = needed.get(slot.device, 0) + peak
             else:  # every slot has its GPU's peak; gaps are freed before memory runs out
                 needed[slot.device] = peak + UNCOUNTED_BYTES + messages
@@ -136,7 +136,7 @@ class MemoryEstimate:
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the largest share of its memory that a device needs; up to 1 the step fits."""
+        """Return the share of its memory that the fullest device needs; up to 1 the step fits."""
         needed = self.needed_bytes()
         return max(need / device_bytes[device] for device, need in needed.items())
 
@@ -235,8 +235,9 @@ class _Meter(MemoryMeter):
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches suffice to predict a batch.
 
-    With 1F1B at most as many micro-batches are alive as there are stages. So as many are run, and
-    two more, so that one adds its gradients to existing ones.
+    With 1F1B, the number of micro-batches alive at a time is at most the number of stages. The
+    prediction runs as many micro-batches as there are stages, and two more, so that one adds its
+    gradients to existing gradients.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     num_run = min(num_portions, len(layout.devices) + 2)

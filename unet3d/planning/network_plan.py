@@ -1,4 +1,4 @@
-"""From a configuration and the shapes of a data set to patch, batch and network."""
+"""Plans patch, batch and network from a configuration and the shapes of a data set."""
 
 import itertools
 import math
@@ -105,11 +105,11 @@ def plan_without_data(
 ) -> NetworkPlan:
     """Choose patch, batch and network without preparing a case.
 
-    Only the headers of a data set are read, and the first time its voxels, to find nonzero boxes.
-    Without a data set one channel is assumed, and the spacing of the settings or 1 mm; with a fixed
-    patch size three classes, otherwise those of the phantoms. ``num_replicas`` share a batch; if
-    its size is open, it has a patch for each micro-batch of each replica. An ``architecture`` of
-    initial weights is used unchanged.
+    Only the headers of a data set are read; the first time, voxels are read, too, to find nonzero
+    boxes. Without a data set, one channel is assumed, and the spacing of the settings or 1 mm. Then
+    the classes are the phantoms', or three with a fixed patch size. ``num_replicas`` share a batch;
+    if the batch size is open, there is a patch for each micro-batch of each replica. An
+    ``architecture`` of initial weights is used unchanged.
     """
     data, num_channels = config.data, 1
     regions: Regions = ()
@@ -169,9 +169,10 @@ def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
 
 
 def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:
-    """Return the voxels of each patch in the largest batch, where whole volumes differ in size.
+    """Return the shape of a patch in the largest batch that patches of these sizes can form.
 
-    All patches of a batch are padded to the largest of them, along each axis.
+    If sizes differ, as of whole volumes, the patches of a batch are padded to their largest extent
+    along each axis.
     """
 
     def padded(group: Iterable[Shape]) -> Shape:
@@ -220,7 +221,7 @@ def plan_fingerprint(
 
     @cache
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
-        # The prediction would not notice: it allocates weights without touching them.
+        # The prediction would not notice a lack of host memory: it never touches the weights.
         refuse_beyond_memory(topology)
         precision = "bfloat16" if training.precision == "auto" else training.precision
         network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 HEADROOM = 0.9
-"""Largest share of the memory predicted for a failed step that an advised option may be predicted
-to need, because predictions may be too low."""
+"""An option is advised only if it is predicted to need at most this share of the memory that was
+predicted for the failed step: predictions may be too low."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:

@@ -39,7 +39,7 @@ class PlacementOption:
     dims: ParallelDims
     step: Step
     """The step of the replica with the largest share of the batch, on the first replica's devices;
-    with shards, the step of the fullest one."""
+    with shards, the step of the fullest shard."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     link: float | None
@@ -51,12 +51,12 @@ class PlacementOption:
 
     @cached_property
     def prediction(self) -> MemoryEstimate:
-        """The memory of the step, without what allocators reserve in addition."""
+        """The memory of the step, without memory that allocators reserve in addition."""
         return predict_memory(self.step)
 
     @property
     def load(self) -> float:
-        """The needed share of the fullest device; up to 1 it fits."""
+        """The share of its memory that the fullest device needs; up to 1 the placement fits."""
         return self.prediction.load(self.limits)
 
     def largest(self) -> Shape | None:
@@ -139,7 +139,7 @@ def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> lis
 def if_possible(
     config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
 ) -> list[ParallelDims]:
-    """Return a mode on devices in a list; empty: devices or network do not suit the mode."""
+    """Return a list with the mode on the devices; empty if devices or network do not suit it."""
     with suppress(DeviceError):
         dims = placed(config.parallel, mode, devices, num_replicas)
         if mode == "model":
@@ -272,7 +272,7 @@ def _limits_of(dims: ParallelDims, memory: Mapping[torch.device, int]) -> dict[t
 def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
     """Return the fastest option that fits, or the least loaded if none does.
 
-    Stages are the last resort, so if they are among the options, they are taken.
+    Stages are among the options only if no other mode can use all devices; then they are taken.
     """
     stages = [option for option in options if option.dims.mode == "model"]
     fitting = (option for option in sorted(options, key=_seconds) if option.load <= 1)

@@ -31,7 +31,7 @@ MAX_BATCH = 32
 """Most patches in a planned batch. nnU-Net has no such limit, but its learning rates were chosen
 with batches of 2 to about 10."""
 MIN_EDGE = 8
-"""Fewest voxels of a shrinking patch along an axis: fewer cannot be halved."""
+"""A patch is never shrunk below this many voxels along an axis: fewer cannot be halved."""
 MAX_SHARE = 0.05
 """Largest share of the voxels of all cases that a planned batch has, as in nnU-Net."""
 MAX_EDGE = 2**14

@@ -69,12 +69,12 @@ is counted here. Fitted to steps with 32 to 320 channels
 (``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3 with batch 2, 44.5 ms with
 batch 7, 49.3 ms at 256^3 and 166 ms at 384^3; all within 2 %."""
 H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
-"""The same with cuDNN alone: the rates of a matrix product and of a copy on an H200, both divided
+"""An H200 in bfloat16 with cuDNN alone: the rates of a matrix product and of a copy, both divided
 by 1.32. Fitted to 10.4 ms at 128^3, 68.9 ms at 256^3 and 230 ms at 384^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
-channels, within 3 %; small networks take up to half longer."""
+channels, within 3 %; small networks take up to 50 % longer."""
 CPU_FLOAT32_OPERATIONS = 300e9
 """Operations a second of the same core in float32: 3398 ms at 96^3."""
 
@@ -108,8 +108,8 @@ takes 11 us, of half a MiB 17, of 2 MiB 24 and of 8 MiB 57; a gather of 640 floa
 LAUNCHED_LATENCY_SECONDS = 65e-6
 """Latency of a message outside a CUDA graph: measured 36 to 124 us between two H200."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
-"""Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
-cores, a message took 1 to 4 ms."""
+"""Gloo between processes of one machine, only the order of magnitude: between two processes that
+shared two busy cores, a message took 1 to 4 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)

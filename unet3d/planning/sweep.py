@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 LIMIT_SECONDS = 300.0
 """After this time no further setting is measured, once each placement has one."""
 NUM_WARM_UP_STEPS = 5
-"""Steps on GPUs between the first and the timed ones, in which memory is measured; after them small
-steps have been captured. On CPUs one is enough."""
+"""Steps on GPUs between the first step and the timed steps. Memory is measured in these steps, and
+at their end small steps have been captured. On CPUs one step is enough."""
 NUM_TIMED_STEPS = 5
 
 StepTime = tuple[float | None, list[int]]
@@ -265,7 +265,7 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
 def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
     """Take training steps with the other ranks, and write a :data:`StepTime` as JSON.
 
-    The first rank writes it, or one that runs out of memory and then raises DoesNotFitError.
+    The first rank writes it, or a rank that runs out of memory, which then raises DoesNotFitError.
     """
     with joined(Ranks.from_environment()) as group:
         try:

@@ -84,7 +84,7 @@ def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
 
 
 def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
-    """Return the best measured choice for such a step; None: none, or for other devices."""
+    """Return the fastest measured choice for such a step, if there is one for these devices."""
 
     def read(content: Any) -> TunedConfig:
         choice = content["choice"]

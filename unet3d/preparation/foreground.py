@@ -47,9 +47,9 @@ class Foreground:
 def foreground_voxels(label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int) -> Foreground:
     """Return some voxels of each component of each class except background, in (X, Y, Z).
 
-    At most ``MAX_FOREGROUND_VOXELS`` of a class are kept, an equal share of each component; of more
-    components than that, a random choice is kept. The choice is reproducible for a label map.
-    Indices beyond the classes are ignored.
+    At most ``MAX_FOREGROUND_VOXELS`` of a class are kept, an equal share of each component; if
+    there are more components than that, a random choice of components is kept. The choice is
+    reproducible for a label map. Indices beyond the classes are ignored.
     """
     dtype = np.min_scalar_type(label.size)
     inside = np.flatnonzero((label > 0) & (label < num_classes))

@@ -2,8 +2,9 @@
 
 Both grids cover the same box of space: voxels are cells, the outer *faces* coincide, and voxels
 beyond the border repeat its values. Interpolation is linear in the voxels and separable, so it is
-one small matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which is
-PyTorch's with ``align_corners=False``. Logits are resampled back in the same way, slab by slab.
+one small matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which equals
+PyTorch's ``interpolate`` with ``align_corners=False``. Logits are resampled back in the same way,
+slab by slab.
 """
 
 import functools
@@ -28,17 +29,18 @@ BAND_ROWS = 64
 """Rows of a matrix to multiply at once: few enough to skip most of its zeros."""
 
 KEPT_MATRICES = 16
-"""Matrices to keep for further images, as their sizes are often equal; 512 to 1024 takes 2 MiB."""
+"""Matrices to keep for further images, whose sizes are often equal; one from 512 to 1024 voxels
+takes 2 MiB."""
 
 SOURCE_VOXELS = 2**24
-"""Most voxels of the image to read and interpolate at once, unless a plane has more."""
+"""Most voxels of the image to read and interpolate at once; a single plane may have more."""
 
 PIECE_NUMBERS = 2**24
-"""Most logits to compute at once, counting planes of the finer grid, unless a plane has more."""
+"""Most logits to compute at once, counted on the finer grid; a single plane may have more."""
 
 
 def nearest_voxels(size: int, new_size: int) -> Tensor:
-    """Return the index of the nearest old voxel for each new one, the second of two as near."""
+    """Return the nearest old voxel's index for each new one; of two equally near, the second."""
     # The order of operations decides rounding for new voxels halfway between two old ones.
     centres = size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
     return (centres + 0.5).floor().long().clamp(0, size - 1)
@@ -46,7 +48,7 @@ def nearest_voxels(size: int, new_size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=KEPT_MATRICES)
 def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
-    """Return the weights of the old voxels of a line in the new ones, (new_size, size), on the CPU.
+    """Return the weights of a line's old voxels in its new voxels, (new_size, size), on the CPU.
 
     A spline depends on all voxels of a line; weights below :data:`NEGLIGIBLE_WEIGHT`, of distant
     voxels, are set to 0.
@@ -126,7 +128,7 @@ class Resampling:
 
     @property
     def best_axis(self) -> int:
-        """The axis that grows most: all planes along it take least memory, as it comes last."""
+        """The axis that grows most; interpolating it last takes the least memory."""
         return max(range(3), key=lambda axis: self.new_shape[axis] / self.shape[1 + axis])
 
     def needed(self, axis: int, begin: int, end: int) -> slice:

@@ -50,9 +50,9 @@ class ChannelNormalization:
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
     and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with mean and
-    deviation of all voxels of the image. ``z-score-inside``: with those of the voxels inside the
-    mask; outside is 0. ``rescale``: from 0 for the lowest intensity to 1 for the highest. ``rgb``:
-    255 becomes 1. ``none``: unchanged.
+    deviation of all voxels of the image. ``z-score-inside``: with mean and deviation of the voxels
+    inside the mask; outside is 0. ``rescale``: from 0 for the lowest intensity to 1 for the
+    highest. ``rgb``: 255 becomes 1. ``none``: unchanged.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -78,7 +78,7 @@ def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]
 
 
 class Intensities(NamedTuple):
-    """Statistics of the counted voxels of one channel."""
+    """Statistics of one channel, over the voxels that count in :func:`measured`."""
 
     mean: float
     std: float
@@ -93,8 +93,9 @@ def measured(
 ) -> list[Intensities]:
     """Return the intensities of each channel; VolumeError if an image has NaN or infinity.
 
-    The voxels inside a channel's mask (X, Y, Z) count, or all. With an axis, the extremes are those
-    of each plane along it, and voxels of a plane outside the mask count as having the mean.
+    Only voxels inside a channel's mask (X, Y, Z) count; without a mask, all voxels count. With an
+    axis, the extremes are measured in each plane along it, and voxels of a plane outside the mask
+    count as having the mean.
     """
     others = tuple(one for one in range(3) if one != axis)
 

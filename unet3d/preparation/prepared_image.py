@@ -129,7 +129,7 @@ class PreparedImage:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which a GPU prepares images, one for all of them."""
+    """Return the stream on which a GPU prepares images; all images share it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -174,7 +174,7 @@ def nonzero_box(image: Image) -> Box:
 def inside_mask(image: Image) -> Mask:
     """Return the mask (X, Y, Z) of voxels that are nonzero in any channel, with its holes filled.
 
-    Cropping an image to its box does not change the mask.
+    Cropping an image to the bounding box of its nonzero voxels does not change their mask.
     """
     from scipy import ndimage  # takes a third of a second; most images do not need it
 

@@ -131,7 +131,7 @@ def _found_in_voxels(
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
     """Return the shape of the nonzero box of each case, and the normalisation of CT channels.
 
-    The cache keeps the results of each case and of all, so that only new cases are read.
+    The cache keeps the results of each case and of all cases together, so only new cases are read.
     """
     cases = dataset.cases
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
@@ -216,7 +216,7 @@ def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
 def prepare_cases(
     cases: Sequence[Case], preprocessing: Preprocessing, cache: Path | None, num_workers: int
 ) -> list[PreparedCase]:
-    """Return prepared cases in order; those not in the cache are prepared by worker processes.
+    """Return prepared cases in order; cases not in the cache are prepared by worker processes.
 
     ``num_workers`` of 0: by this process.
     """

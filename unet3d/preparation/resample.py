@@ -24,7 +24,8 @@ THICK_SLICE_RATIO = 3.0
 """Slices are thick if their spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
 MAX_FINER = 200.0
-"""Most voxels along an axis that one voxel may become. A wrong unit of length makes it 1000."""
+"""Most voxels along an axis that one voxel may become. With a wrong unit of length, it becomes
+1000."""
 
 MAX_VOXELS = 2**40
 """Most voxels of a volume at the target spacing: 4 TiB in float32."""
@@ -61,7 +62,7 @@ class Interpolation:
     across_slices: Literal[0, 1] = 1
     """Order of the interpolation of images across slices that are interpolated one by one."""
     logits_across_slices: Literal[0, 1] = 1
-    """The same order for logits."""
+    """Order of the interpolation of logits across such slices."""
     clips: Annotated[bool, Field(strict=True)] = False
     """Whether results are clipped to the range of intensities of the image, or of each slice if
     slices are interpolated one by one."""
@@ -109,7 +110,7 @@ def target_spacing(
     lose most of their few slices. So if the coarsest axis of the median exceeds both others by the
     factor :data:`THICK_SLICE_RATIO` in spacing, and both others exceed it by that factor in voxels,
     its target is the 10th percentile of its spacings, but not below the other two: the rule of
-    nnU-Net (Isensee et al., Nature Methods 2021). ``shapes`` are those of the same cases.
+    nnU-Net (Isensee et al., Nature Methods 2021). ``shapes`` are the shapes of the same cases.
     """
     if setting == "native":
         return None
@@ -135,7 +136,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     if target_mm is None:
         return shape
     x, y, z = (
-        max(1, round(have / want * size))  # nnU-Net's order of operations, which decides halves
+        max(1, round(have / want * size))  # in nnU-Net's order, which decides how halves round
         for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
     )
     return (x, y, z)
@@ -144,7 +145,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
 def visible_shape(
     shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int = 0
 ) -> Shape:
-    """Return :func:`resampled_shape`; VolumeError if a unit of length must be wrong.
+    """Return :func:`resampled_shape`; VolumeError if a unit of length is clearly wrong.
 
     VolumeError also if the host lacks memory to resample ``num_arrays`` arrays, such as channels.
     """

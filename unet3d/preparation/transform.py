@@ -32,7 +32,8 @@ class Preprocessing(Labels):
     crops_to_nonzero: Annotated[bool, Field(strict=True)] = False
     """Whether the image is cut to the box of voxels that are nonzero in any channel."""
     orientation: Literal["ras", "stored"] = "ras"
-    """Axes of the arrays: to the right, to the front and up, or those of the file."""
+    """Axes of the arrays: ``ras``: to the right, to the front and up; ``stored``: the axes of the
+    file."""
     interpolation: Interpolation = Interpolation()
     """How images are resampled to the target spacing, and logits back."""
 

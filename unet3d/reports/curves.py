@@ -110,5 +110,5 @@ def _plot(axes: Axes, lines: Metrics, values: Sequence[float], name: str, **look
 
 
 def _values(lines: Metrics, key: str) -> list[float]:
-    """Return a number of each line; NaN, which leaves a gap, where a line has none."""
+    """Return one metric of each line; NaN if a line lacks it, which leaves a gap in the curve."""
     return [math.nan if line.get(key) is None else float(line[key]) for line in lines]

@@ -48,7 +48,7 @@ def legend_beside(axes: Axes, **how: object) -> None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG file, which appears whole; one of that name is replaced."""
+    """Write a figure as a PNG file, which appears whole; an existing file is replaced."""
     write_atomically(path, lambda file: save_figure(figure, file))
 
 

@@ -28,7 +28,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
             ]
         )
     return Table(
-        title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
+        title=f"Predicted memory ({unit}): {counted(record['batch_size'], 'patch')} of "
         f"{times(record['shape'])} voxels, {record['precision']}",
         heads=(
             *("parallel,\nmicro-batches", "slot", "device"),
@@ -91,7 +91,7 @@ def _milliseconds(way: Mapping[str, Any]) -> str:
 
 
 def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return lines on a scan's memory on device and host, from ``PredictionMemory.to_dict``."""
+    """Return lines on a scan's memory on device and host, predicted by ``plan --predict``."""
     parts = {
         "the program and the network": record["program_bytes"],
         "the slab being computed": record["slab_bytes"],

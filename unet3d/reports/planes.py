@@ -1,6 +1,6 @@
 """The three planes through the largest structure of a label map, and their visible part.
 
-Arrays are ``(X, Y, Z)``. Only planes of them are read, so they may be memory-mapped files larger
+Arrays are ``(X, Y, Z)``. Only single planes are read, so arrays may be memory-mapped files larger
 than the memory.
 """
 

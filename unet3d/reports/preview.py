@@ -20,7 +20,7 @@ from unet3d.reports.planes import VIEWS, Structure, Survey, View, survey, visibl
 from unet3d.reports.tables import score
 
 PERCENTILES = (1.0, 99.0)
-"""Percentiles of intensities in the planes that are drawn black and white."""
+"""Percentiles of intensities in the planes that are drawn as black and as white."""
 PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
 """Anatomical directions of the start and end of each axis."""
 ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
@@ -40,8 +40,8 @@ FONT, SMALL = 11, 9
 DIM = "#6B6B6B"
 
 MAX_INCHES, MIN_INCHES = 7.6, 0.15
-"""Largest width of both columns, or height of both rows, of planes; and least size of a plane that
-is nearly a line."""
+"""Largest width of both columns of planes together, and largest height of both rows; smallest size
+of a plane that is nearly a line."""
 LEGEND_INCHES, LINE_INCHES = (3.6, 5.2), 0.24
 """Width of the legend, without and with true labels, and the distance of its lines."""
 SIDE, ABOVE, BELOW, GAP = 0.35, 1.05, 0.6, 0.85
@@ -143,7 +143,7 @@ def _guide(surveys: Sequence[Survey]) -> Survey:
 
 
 def _window(planes: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
-    """Return the intensities that are drawn black and white."""
+    """Return the intensities that are drawn as black and as white."""
     values = np.concatenate([plane.ravel() for plane in planes])
     black, white = np.percentile(values, PERCENTILES).tolist()
     if black == white:  # nearly everything is background

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MIB = 1024**2
 GIB = 1024**3
 MIN_BYTES_IN_GIB = 8 * GIB
-"""Peaks from this one on are shown in GiB; parts of a smaller one would read 0.00."""
+"""Peaks of at least this many bytes are shown in GiB; parts of a smaller peak would read 0.00."""
 NOTHING = "–"
 CPU_BOUND = "On a CPU the peak is the sum of the counted parts, so a lower bound."
 
@@ -37,7 +37,7 @@ MAX_FOLDS = 6
 """With more folds only their mean and spread are shown, so that a line fits 80 columns."""
 
 Cell = str | float | None
-"""Text, or a Dice; None: there is none."""
+"""Text, or a Dice; None: no Dice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def whole_heads(self) -> list[str]:
-        """The heads in one line each."""
+        """The heads, each in one line."""
         return [head.replace("-\n", "").replace("\n", " ") for head in self.heads]
 
     def for_terminal(self) -> Group:
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 def measured_slots(record: Mapping[str, Any]) -> Slots:
     """Return the slots of a ``memory.json`` as reports show them.
 
-    On one CPU, the peak is that of the whole process, which is not predicted.
+    On one CPU, the peak is the peak of the whole process, which is not predicted.
     """
     slots: Slots = record["slots"]
     if not is_one_cpu(slots):
@@ -122,7 +122,7 @@ def is_one_cpu(slots: Slots) -> bool:
 def bar_parts(slot: Mapping[str, Any], slots: Slots, kind: str = "measured") -> dict[str, int]:
     """Return the bytes of each part of a slot's peak, ``measured`` or ``predicted``, and the rest.
 
-    What a GPU's peak holds beyond the counted parts is work space, shared by the slots on it.
+    The rest of a GPU's peak is work space, which the slots on the GPU share.
     """
     counted = sum(
         other[kind][f"{part}_bytes"]
@@ -169,7 +169,7 @@ def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def memory_table(record: Mapping[str, Any]) -> Table:
-    """Return the memory of each slot in ``memory.json``; on one CPU that of the process."""
+    """Return the memory of each slot in ``memory.json``; on one CPU, of the process."""
     slots = measured_slots(record)
     unit, unit_bytes = unit_of(slots)
     is_process = is_one_cpu(slots)
@@ -271,7 +271,7 @@ def dice_table(final: Mapping[str, Any]) -> Table:
 
 
 def folds_table(summary: Mapping[str, Any]) -> Table:
-    """Return the Dice of each label in each fold, of the ``summary.json`` over folds.
+    """Return the Dice of each label in each fold, from the ``summary.json`` over all folds.
 
     The scores are of the validation cases, segmented by each fold's final network.
     """

@@ -37,7 +37,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
         )
 
     return Table(
-        title=f"Measured training steps\n{record['batch_size']} patches of "
+        title=f"Measured training steps\n{counted(record['batch_size'], 'patch')} of "
         f"{times(record['size'])} voxels, {record['precision']}",
         heads=(
             *("parallel", "micro-\nbatches", "ms a\nstep", "pre-\ndicted"),
@@ -83,7 +83,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
     axes.set_ylabel("time of a training step (ms)")
     axes.margins(y=0.15)
     axes.set_title(
-        f"{record['batch_size']} patches of {times(record['size'])} voxels, "
+        f"{counted(record['batch_size'], 'patch')} of {times(record['size'])} voxels, "
         f"{record['precision']}, on {_hardware(record['devices'])}"
     )
     tidy(axes)
@@ -124,7 +124,7 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Return the rows of one device, then those of each mode or cut, with a name for each."""
+    """Return the rows of one device, then the rows of each mode or cut, with a name for each."""
     return [(name, list(rows)) for name, rows in groupby(record["rows"], _name)]
 
 

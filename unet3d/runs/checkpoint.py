@@ -33,7 +33,7 @@ FORMAT = 1
 
 Part = Literal["all", "network", "description"]
 """What to read of a checkpoint. network: all but the training state; description: neither the
-training state nor weights, whose tensors are on the meta device."""
+training state nor the values of weights, which are on the meta device."""
 
 
 def _config(text: Any) -> Config:
@@ -207,7 +207,7 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
 def compare_tensors(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: Callable[[Tensor], str]
 ) -> None:
-    """Raise a one-line ValueError if names of tensors differ, or what ``kind`` returns for them."""
+    """Raise a one-line ValueError if tensors differ in their names or in the result of ``kind``."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{printable(name)} is unknown" for name in found if name not in wanted]
     for name, value in wanted.items():

@@ -56,6 +56,8 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
     run = RunFolder(path)
     own = run.checkpoint()
     if own is not None:
+        if run.data.is_file() and not run.has_summary():  # else a checkpoint alone was copied
+            logger.warning("%s: training has not finished", path)
         return (own,)
     folds = list(folds_in(path).values())
     begun = tuple(file for fold in folds if (file := fold.checkpoint()) is not None)
@@ -74,7 +76,7 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise CheckpointError if a file is missing or clearly no checkpoint, without PyTorch."""
+    """Without importing PyTorch, refuse a file that is missing or clearly no checkpoint."""
     try:
         with open_regular(path) as file:
             is_archive = file.read(2) == b"PK"  # as torch.save writes
@@ -90,7 +92,11 @@ def refuse_other_file(path: Path) -> None:
 
 def checkpoint_in(path: Path) -> Path:
     """Return the only checkpoint that a path names."""
-    found = checkpoints_in(path)
+    return only_one(path, checkpoints_in(path))
+
+
+def only_one(path: Path, found: Sequence[Path]) -> Path:
+    """Return the only one of the checkpoints of a path, or raise CheckpointError."""
     if len(found) > 1:
         raise CheckpointError(f"{path} has several checkpoints: {some(found)}; name one of them")
     return found[0]
@@ -99,9 +105,9 @@ def checkpoint_in(path: Path) -> Path:
 def newest_run(
     finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
 ) -> RunFolder | None:
-    """Return the most recently written run in ``runs/`` that suits.
+    """Return the most recently written run in ``runs/`` for which ``suits`` is true, if any.
 
-    A run over several folds counts once, and as finished only if all its folds are.
+    A run over several folds counts as one run, and as finished only if all its folds are finished.
     """
     return next(filter(suits, newest_runs(finished)), None)
 

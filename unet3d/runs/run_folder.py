@@ -128,7 +128,7 @@ class RunFolder:
             )
 
     def checkpoint(self) -> Path | None:
-        """Return its latest checkpoint, the final network of a finished run, or else the best."""
+        """Return the latest checkpoint, which holds a finished run's final network, or the best."""
         return next((file for file in (self.latest, self.best) if file.is_file()), None)
 
     def check_resumable(self) -> None:
@@ -186,7 +186,7 @@ class RunFolder:
         _write(path, json.dumps(content, indent=2) + "\n")
 
     def publish_validation(self, unfinished: Path, record: Mapping[str, Any]) -> None:
-        """Write the scores to a folder of segmentations and pictures, which replaces the last."""
+        """Write the scores to a folder of segmentations and pictures; it replaces the old one."""
         self.write_json(unfinished / CASES, record)
         publish_folder(unfinished, self.validation, replace=True)
 

@@ -1,7 +1,7 @@
 """The common context of a training run, and the division of validation cases among its ranks.
 
 Replicas take cases in turn. If the ranks of a replica have slabs of each volume, they work on its
-cases together, and the first of them has the result::
+cases together, and the first of these ranks has the result::
 
     rank          0         1         2         3
     replica       0         0         1         1
@@ -32,7 +32,7 @@ WindowsDone = Callable[[int, int], None]
 
 
 class Stopped(Exception):
-    """A signal to one of the ranks has ended the work of all of them early."""
+    """A signal to one of the ranks has ended the work of all ranks early."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -93,8 +93,8 @@ def over_cases(
 ) -> list[Any]:
     """Return the result of ``work`` for each case, a plain value, in all ranks; a collective call.
 
-    ``with_slabs``: all ranks of a replica work on each of its cases together, else only the first.
-    Raises Stopped in all ranks if one of them was asked to stop.
+    ``with_slabs``: all ranks of a replica work on each of its cases together, else only its first
+    rank. Raises Stopped in all ranks if one of them was asked to stop.
     """
     group, request = context.group, watcher.interruption
     share = context.share(len(cases), num_replicas)

@@ -29,13 +29,13 @@ Dice = list[float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A rule that helps."""
+    """A rule that raises the mean Dice."""
 
     rule: Rule
     dice_before: float
     """Mean Dice without the rule: of the label or region that it is for, or over all labels."""
     dice_after: float
-    """The same mean with the rule."""
+    """Mean Dice with the rule, of the same labels."""
 
 
 Work = Callable[[LabelMap, LabelMap], list[Dice]]
@@ -45,7 +45,10 @@ Work = Callable[[LabelMap, LabelMap], list[Dice]]
 def choose_components(
     over_cases: Callable[[Work, str], list[list[Dice]]], scored: ScoredLabels
 ) -> tuple[Choice, ...]:
-    """Return the rules that raise the mean Dice; ``over_cases`` runs work with a title on cases."""
+    """Return the rules that raise the mean Dice.
+
+    ``over_cases`` takes work and its title, and returns the result of the work for each case.
+    """
     labels = list(scored.names)
     chosen: list[Choice] = []
     for step, candidates in enumerate(_steps(labels), start=1):

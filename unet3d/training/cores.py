@@ -1,7 +1,8 @@
 """The number of processes that prepare data for a network's devices, and how long devices wait.
 
-If a part of the network runs on a CPU, another busy process costs it more than that process's time,
-because each operation waits for its slowest thread. So no core is assigned twice.
+If a part of the network runs on a CPU, another busy process slows it by more than the processor
+time that the process takes, because each operation waits for its slowest thread. So no core is
+assigned twice.
 """
 
 import os

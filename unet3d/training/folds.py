@@ -24,7 +24,7 @@ from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.plan import Plan, run_name
-from unet3d.training.request import Request, named_folds, run_to_resume
+from unet3d.training.request import Request, named_folds, num_folds, run_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ SCORES_OF_LABELS = ("final_dice", "dice")
 
 
 def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Request | None:
-    """Return the request of a run over several folds, naming an old run's folder; else None.
+    """Return the request if its run has several folds, with the folder of a run to resume.
+
+    None: the run has one fold.
 
     ``folds`` is the value of ``--folds``; None: the run to resume decides.
     """
@@ -105,7 +107,7 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
     recorded = () if old_run is None else recorded_folds(old_run.path) or ()
     if named is None:
         return recorded
-    wanted = named_folds(named, open_dataset(config), config)
+    wanted = named_folds(named, num_folds(open_dataset(config), config))
     return tuple(sorted({*wanted, *recorded}))
 
 

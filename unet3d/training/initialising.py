@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.errors import ConfigError, some
+from unet3d.errors import ConfigError, counted, some
 from unet3d.model import Topology, UNet3d
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
@@ -43,9 +43,10 @@ BASE = "model.base_channels"
 def network_to_begin_with(
     config: Config, old_run: RunFolder | None = None
 ) -> tuple[Config, Topology | None]:
-    """Return settings that suit the network of ``training.init``, and this network; None: not set.
+    """Return settings that match the network of ``training.init``, if set, and its topology.
 
-    A resumed run, or a fold of it, has that network in its own checkpoint.
+    If a run is resumed, the network comes from a checkpoint of the run or its folds, if there is
+    one.
     """
     path = config.training.init
     if path is None:
@@ -89,10 +90,29 @@ def _words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
-    """Copy a checkpoint's weights into a new network, and log new layers; all ranks call it."""
-    news = take_weights(model, preprocessing, network_from_first(path, group))
+def begin_with(
+    path: Path,
+    model: UNet3d,
+    preprocessing: Preprocessing,
+    group: Group,
+    validation: Mapping[str, str],
+) -> None:
+    """Copy a checkpoint's weights into a new network, and log new layers; all ranks call it.
+
+    ``validation`` has the digest of each validation case. A warning names the cases that the
+    checkpoint was trained on: their scores are too high.
+    """
+    checkpoint = network_from_first(path, group)
+    news = take_weights(model, preprocessing, checkpoint)
     logger.info("training starts from the weights of %s; %s", path, news)
+    trained = set() if checkpoint.split is None else {*checkpoint.split.training.values()}
+    if seen := sorted(name for name, content in validation.items() if content in trained):
+        logger.warning(
+            "these weights were trained on %s of this run (%s), so scores will be too high; "
+            "choose the folds with splits_final.json",
+            counted(len(seen), "validation case"),
+            some(seen),
+        )
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:

@@ -73,7 +73,7 @@ def start_training(
 def train_run(
     run: Run, group: Group, console: Console, quiet: bool, say: Say | None = None
 ) -> TrainingResult | None:
-    """Train in this process, or in a process for each replica or slab and return None.
+    """Train in this process; or in one process for each replica or slab, and return None.
 
     ``say`` gets the lines of these processes; None: they go to the terminal.
     """
@@ -235,7 +235,7 @@ def _place(
     cuts = group.from_first(lambda: wanted_cuts(config.parallel, step))
     step = replace(step, layout=replace(step.layout, cuts=cuts and tuple(cuts)))
     prediction = None
-    # The prediction would not notice: it allocates weights without touching them.
+    # The prediction would not notice a lack of host memory: it never touches the weights.
     refuse_beyond_memory(experiment.topology)
     if dims.predicts_memory:
         prediction = predict_memory(step)
@@ -249,12 +249,13 @@ def _place(
 def _make_network(
     experiment: Experiment, step: Step, dims: ParallelDims, group: Group, is_new: bool
 ) -> Executor:
-    """Return a new network on its devices, with random weights or those of ``training.init``."""
+    """Return a new network on its devices, with random weights or weights of ``training.init``."""
     settings = experiment.config.training
     torch.default_generator.manual_seed(settings.seed)  # all random numbers come from the CPU
     model = UNet3d(experiment.topology)
     if settings.init is not None and is_new:
-        begin_with(settings.init, model, experiment.preprocessing, group)
+        validation = experiment.split.validation
+        begin_with(settings.init, model, experiment.preprocessing, group, validation)
     to_parameter_dtype(model, step.precision)
     if dims.uses_threads:
         layout = step.layout

@@ -1,7 +1,7 @@
 """The training loop: steps, validation, checkpoints. The executor hides devices and modes.
 
-A run can be stopped at any moment and continued: batches are a pure function of (seed, epoch,
-step), the learning rate of the step, and everything else is in the checkpoint.
+A run can be stopped at any moment and continued: batches depend only on (seed, epoch, step), the
+learning rate depends only on the step, and everything else is in the checkpoint.
 """
 
 import time
@@ -38,7 +38,7 @@ class TrainingResult:
     """A finished training run; its results are in its folder."""
 
     folder: RunFolder
-    """The run."""
+    """Folder of the run."""
     memory: dict[str, Any] | None
     """What ``memory.json`` holds; None where nothing was left to train."""
 

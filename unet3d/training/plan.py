@@ -154,7 +154,7 @@ class Run:
 
 
 def choose_run(request: Request, group: Group) -> Run:
-    """Return the run that all ranks train; only the first one needs an old run's files."""
+    """Return the run that all ranks train; only the first rank needs the files of an old run."""
 
     def to_plain(run: Run) -> dict[str, Any]:
         path, is_made = str(run.folder.path), run.folder.is_made

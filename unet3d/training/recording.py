@@ -129,7 +129,7 @@ class RunRecorder:
                 self._scalars.write(metrics)
 
     def draw_progress(self) -> None:
-        """Draw the numbers of all epochs, which takes about a second."""
+        """Draw the curves of all epochs so far, which takes about a second."""
         if not self._group.is_first:
             return
         path = self._folder.progress_picture

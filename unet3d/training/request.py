@@ -9,7 +9,7 @@ from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.datasets.dataset import Dataset, fold_cases, folds_of, load_dataset
 from unet3d.datasets.naming import with_labels
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, DatasetError
 from unet3d.memory.gpus import refuse_impossible
 from unet3d.runs.finding import (
     chosen_folds,
@@ -32,9 +32,9 @@ class Request:
     """The options of a user for a run."""
 
     config_path: Path | None = None
-    """A configuration file; None: the defaults, or those of a resumed run."""
+    """A configuration file; None: the defaults, or the settings of a resumed run."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that override those of the file: dotted key to value."""
+    """Settings that override the file's: dotted key to value."""
     output: Path | None = None
     """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
     resume: bool = False
@@ -65,14 +65,25 @@ def check_early(request: Request, folds: str | None) -> None:
         if data.labels is not None:
             with_labels(dataset, data.labels)
         if folds is not None:
-            named_folds(folds, dataset, config)
+            named_folds(folds, num_folds(dataset, config))
         else:
             fold_cases(dataset, data.fold, data.num_folds, config.training.seed)
+    elif folds is not None:
+        named_folds(folds, data.num_folds)
+    elif data.fold != "none" and data.fold >= data.num_folds:
+        raise DatasetError(
+            f"the built-in phantoms have folds 0 to {data.num_folds - 1}, not fold {data.fold}; "
+            "set data.fold accordingly"
+        )
 
 
-def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]:
-    """Return the folds that ``--folds`` names, ``all`` or numbers with commas between them."""
-    count = len(folds_of(dataset, config.data.num_folds, config.training.seed))
+def num_folds(dataset: Dataset, config: Config) -> int:
+    """Return how many folds a data set has: its own, or drawn ones."""
+    return len(folds_of(dataset, config.data.num_folds, config.training.seed))
+
+
+def named_folds(named: str, count: int) -> tuple[int, ...]:
+    """Return the folds that ``--folds`` names: ``all`` of them, or numbers separated by commas."""
     try:
         wanted = chosen_folds(named) or tuple(range(count))
     except ValueError as error:
@@ -88,8 +99,8 @@ def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
     """Return the run to continue: the one in a folder, or the newest of the data set.
 
-    It may be a run over several folds; with ``over_folds`` the newest one of these is chosen. A run
-    that was killed before its first checkpoint counts, because its settings exist.
+    It may be a run over several folds; with ``over_folds`` the newest run over several folds is
+    chosen. A run that was killed before its first checkpoint counts, because its settings exist.
     """
     if "training.init" in request.changes:
         raise ConfigError(
@@ -124,7 +135,7 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
 
 
 def settings_of(request: Request, old_run: RunFolder | None) -> Config:
-    """Return the settings of a request, which override those of a resumed run."""
+    """Return the settings of a request, which override the settings of a resumed run."""
     if old_run is None:
         return load_config(request.config_path, request.changes)
     changes = dict(request.changes)

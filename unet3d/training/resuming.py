@@ -32,11 +32,11 @@ class Past:
     folder: RunFolder
     """The run's files."""
     saved: Checkpoint
-    """Its settings, network, preparation and cases."""
+    """The run's latest checkpoint."""
     split: CaseSplit
-    """Its cases."""
+    """Training and validation cases of that checkpoint."""
     state: TrainingState
-    """Its training state."""
+    """Training state of that checkpoint."""
 
     @classmethod
     def of(cls, folder: RunFolder) -> "Past":
@@ -70,7 +70,7 @@ class Past:
             )
 
     def check_experiment(self, experiment: Experiment) -> None:
-        """Check that data and network are those of the run; log other changes."""
+        """Check that data and network are the run's; log other changes."""
         preparation = self.saved.preprocessing.to_dict(), experiment.preprocessing.to_dict()
         self._refuse([*experiment.split.changes_since(self.split), *_changed(*preparation)])
         if self.saved.topology != experiment.topology:

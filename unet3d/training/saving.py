@@ -43,7 +43,7 @@ class TrainingState:
     seconds: float = 0.0
     """Duration of these steps."""
     waited_seconds: float = 0.0
-    """The part of it in which devices waited for data."""
+    """The part of these seconds in which devices waited for data."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
 
@@ -53,7 +53,7 @@ class TrainingState:
         """Add the measurements of some steps of all ranks; this waits for the devices.
 
         ``losses`` holds for each step the number of this rank's samples and their mean loss. The
-        waiting time is averaged over the ranks, because a step takes the same time in all of them.
+        waiting time is averaged over the ranks, because a step takes the same time in all ranks.
         """
         counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
         own = [
@@ -134,7 +134,7 @@ class CheckpointSaver:
     ) -> None:
         """Write the latest checkpoint in the first rank; if ``improved``, also as the best one.
 
-        ``postprocessing`` names the components that predictions with it keep.
+        ``postprocessing`` names the components that predictions with the checkpoint keep.
         """
         self.postprocessing = postprocessing
         if not self._group.is_first:

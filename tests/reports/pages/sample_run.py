@@ -105,7 +105,7 @@ def memory():
 def summary():
     seconds = {"training": 3600.0, "validation": 123.0, "waited": 9.0}
     return {
-        **{"best_dice": 0.5, "best_epoch": 2, "last_mean_dice": 0.5, "epochs": 4},
+        **{"best_dice": 0.5, "best_epoch": 2, "epochs": 4},
         "final": {"mean_dice": 0.546875, "num_cases": 2},
         "seconds": 3723.0,
         **{f"{name}_seconds": value for name, value in seconds.items()},

@@ -14,7 +14,7 @@ TABLE_CHANNELS = 16
 
 Intensity = tuple[float, float, float, float]
 """For a channel: deviation of the noise that is added, seed of the noise (two numbers below 2^32),
-and factor by which the sum is multiplied."""
+and factor by which intensity plus noise is multiplied."""
 
 
 class Boxes(NamedTuple):
@@ -26,10 +26,10 @@ class Boxes(NamedTuple):
     labels: Tensor
     """uint8 or int64: the (X, Y, Z) labels of all boxes, flattened and concatenated."""
     table: Tensor
-    """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
-    box, and number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
+    """float64, one row per output: each row of the matrix followed by its offset; the shape of the
+    box, and the number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
     start: Voxel
-    """If the outputs are parts of larger ones, their first voxel in these; (0, 0, 0) if whole."""
+    """First voxel of the outputs within whole outputs, if only parts are made; else (0, 0, 0)."""
     size: Voxel
     """Voxels of a whole output along each axis."""
 

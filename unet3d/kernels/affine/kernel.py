@@ -1,4 +1,4 @@
-"""Sampling of outputs in one Triton kernel: one thread makes image and label of a position.
+"""Affine sampling in one Triton kernel: each thread computes one voxel of image and label map.
 
 A table has the parameters of each output, so one launch samples all of them, adds noise and
 multiplies intensities. Positions are computed in float64, which takes little time beside reading

@@ -208,7 +208,7 @@ def _places(factor: float, start: int, count: int) -> Tensor:
 
 
 def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
-    """Return the edges of a block: the more voxels it reads along an axis, the smaller."""
+    """Return the edge lengths of a block, halved until the block reads few enough voxels."""
     edges = [min(BLOCK_EDGE, voxels) for voxels in size]
     while max(edges) > 1:
         reach = [  # upper estimate of the voxels read along each axis

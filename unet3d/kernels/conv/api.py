@@ -3,9 +3,9 @@
 Each function here picks the fastest way for its arguments: convolutions written by hand
 (:mod:`unet3d.kernels.conv.hopper.api`), two voxels computed as one
 (:mod:`unet3d.kernels.conv.folded`), Triton for an image of few channels
-(:mod:`unet3d.kernels.conv.stem_kernel`), slabs for maps that are too large for cuDNN or small and
-float32 on a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything
-else. The results are equal up to rounding.
+(:mod:`unet3d.kernels.conv.stem_kernel`), slabs for maps that are too large for cuDNN, or that are
+small and in float32 on a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for
+everything else. The results are equal up to rounding.
 
 A slab of a volume along X includes its neighbours' planes, or zeros where the volume ends
 (:mod:`unet3d.kernels.sharding`), so a convolution does not pad it along X.
@@ -51,10 +51,11 @@ MIN_COMPOSED_VOXELS = 512
 """Fewest voxels of the result per input channel: below, making the kernel takes longer than it
 saves."""
 MIN_COMPOSED_VOXELS_CPU = 256
-"""The same on a CPU, where making the kernel takes as long as 130 voxels per channel."""
+"""The same limit on a CPU, where making the kernel takes as long as computing 130 voxels per
+channel."""
 
 MAX_STEM_ROWS = 128
-"""Most neighbours of a voxel times channels of the image."""
+"""Largest product of the number of a voxel's neighbours and the number of image channels."""
 MAX_STEM_CHANNELS = 64
 
 _PLAIN = (1, 1, 1)

@@ -5,9 +5,10 @@ A convolution is linear, so the bias b of a map adds the convolution of a consta
     conv(up(x) + b) = conv(up(x)) + F        F = conv of a map that is b everywhere
 
 F depends on the place only where the kernel reaches zeros around the volume. Along an axis with
-three taps, those are the first and the last voxel; all voxels between have the same sum of taps. If
-the kernel or the volume has one voxel along an axis, all voxels are alike. So F has at most 3 x 3 x
-3 values per channel, its classes: the convolution of a constant map of three voxels per axis.
+three taps, the kernel does so at the first and the last voxel; all voxels between have the same sum
+of taps. If the kernel or the volume has one voxel along an axis, all voxels are alike. So F has at
+most 3 x 3 x 3 values per channel, its classes: the convolution of a constant map of three voxels
+per axis.
 
 Inside the volume F is constant, and an instance normalisation removes constants. So only the
 difference of F from that constant is added, at the border: two planes along each axis. A voxel in
@@ -33,7 +34,7 @@ _Place = tuple[slice, ...]
 
 
 def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add the effect of a bias (C,) before a convolution to its result, up to a constant.
+    """Add to a convolution's result the effect of a bias (C,) of its input, up to a constant.
 
     The stride is 1. The result y (N, O, X, Y, Z), a slab's own planes, is overwritten and must have
     no other reader. Differentiable.
@@ -57,13 +58,14 @@ class _Axis(NamedTuple):
     """Classes of a map's voxels along one axis: in a class, the same taps reach into the volume."""
 
     size: int
-    """Voxels of the map."""
+    """Voxels of the map along the axis."""
     num_classes: int
-    """3: the volume's first voxel, the voxels inside, its last voxel; 1: all are alike."""
+    """3: the volume's first voxel, the voxels inside, and its last voxel; 1: all voxels are
+    alike."""
     first: bool
     """Whether the map has the volume's first voxel, and there are 3 classes."""
     last: bool
-    """The same for the last voxel."""
+    """Whether the map has the volume's last voxel, and there are 3 classes."""
 
     @property
     def inside(self) -> slice:
@@ -85,7 +87,7 @@ class _Axis(NamedTuple):
         return (slice(self.size - 1, self.size), slice(2, 3)) if self.last else (_NONE, _NONE)
 
     def spread(self, values: Tensor, dim: int) -> Tensor:
-        """Return values per voxel from values per class."""
+        """Return values per voxel along the axis from values per class of voxels."""
         if self.num_classes == 1:
             return values
         first, middle, last = (values.narrow(dim, number, 1) for number in range(3))

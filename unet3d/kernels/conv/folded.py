@@ -3,7 +3,7 @@
 At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a GPU
 idle: with 32 channels they reach half the speed that they have with 64. In channels-last memory two
 neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a 3x3x3
-convolution can be done on such double voxels, half as many. The pair (2a, 2a + 1) of the result
+convolution can be done on half as many such double voxels. The pair (2a, 2a + 1) of the result
 depends on the voxels 2a - 1 to 2a + 2. If a map has a voxel of zeros before each row
 (:mod:`unet3d.kernels.maps`), these are two pairs in memory, so the kernel is 3x3x2; other maps are
 copied to this layout::
@@ -31,11 +31,13 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.maps import (
     MAX_CHANNELS,
     channels_last,
+    empty_with_planes,
     is_padded,
     mark_padded,
-    pad_z,
     with_padding,
 )
+from unet3d.kernels.operations import operation
+from unet3d.kernels.triton_support import triton_available
 
 _PLAIN = (1, 1, 1)
 
@@ -168,9 +170,9 @@ class ComposedUpsampling(torch.autograd.Function):
 
 
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
-    """Return the kernel of upsampling, (I, C, *stride), and the convolution behind it.
+    """Compose the kernels of an upsampling, (I, C, *stride), and of the convolution after it.
 
-    It is (I, O, ...) with stride + 2 taps along each axis; differentiable.
+    The result is one kernel (I, O, ...) with stride + 2 taps along each axis; differentiable.
     """
     # Tap t reads voxel s z + a of the upsampled map for voxel s z + a - t + 1 of the result, so the
     # composed tap is a - t + 2.
@@ -255,3 +257,21 @@ def _unfold(x: Tensor) -> Tensor:
     """View (N, 2 C, X, Y, Z / 2) as (N, C, X, Y, Z)."""
     n, c, i, j, k = x.shape
     return x.permute(0, 2, 3, 4, 1).reshape(n, i, j, 2 * k, c // 2).permute(0, 4, 1, 2, 3)
+
+
+def pad_z(x: Tensor, before: int, after: int) -> Tensor:
+    """Return a copy of a map with planes of zeros before and behind Z, channels-last."""
+    if triton_available(x):
+        padded: Tensor = _pad_z(channels_last(x), before, after)
+        return padded
+    y = empty_with_planes(x, before, after)
+    y.zero_()[..., before : before + x.shape[-1]].copy_(x)
+    return y
+
+
+_pad_z = operation(
+    "pad_z",
+    "(Tensor x, int before, int after) -> Tensor",
+    "pad_kernel.pad_z",
+    empty_with_planes,
+)

@@ -31,7 +31,7 @@ from unet3d.kernels.conv.planes import (
     transposed_shape,
 )
 from unet3d.kernels.maps import channels_last, empty_channels_last
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_ELEMENTS = 2**31 - 1
@@ -96,7 +96,7 @@ def transposed(
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
     if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # planes between two strides, or at the end, are read by none
+        y.zero_()  # no result reads the planes between strides and at the end
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:
@@ -186,7 +186,7 @@ class _Convolution(torch.autograd.Function):
 class _Upsampling(torch.autograd.Function):
     """A transposed convolution in slabs.
 
-    As the gradient of a convolution, it takes the gradient of the result and returns the input's.
+    As the gradient of a convolution, it maps the gradient of the result to the input's gradient.
     """
 
     @staticmethod
@@ -246,7 +246,7 @@ def _elements_of_plane(x: Tensor) -> int:
 
 
 def _planes(x: Tensor, planes: range) -> Tensor:
-    """Return planes of one sample, channels-last; a view if x is, and no plane is outside."""
+    """Return planes of one sample, channels-last; a view if x is channels-last and has them all."""
     return channels_last(some_planes(x, planes))
 
 

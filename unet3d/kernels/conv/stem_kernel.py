@@ -29,7 +29,7 @@ from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
 @triton.jit
 def tile_of(tile, Y, Z, CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
-    """Return places in a plane of the neighbours (BV, K) of a tile's voxels, and which ones exist.
+    """Return where in a plane the neighbours (BV, K) of a tile's voxels are, and which exist.
 
     Voxels of the tile behind the plane's last voxel have no neighbours.
     """
@@ -138,7 +138,7 @@ def _weights(
         mean, scale, shift, slant, level = load_gradient(
             weight, bias, means, rstds, totals, sample, samples, o, known, CO, COUNT
         )
-        shift -= mean * scale  # 16-bit numbers lose no digits without first subtracting the mean
+        shift -= mean * scale  # exact enough for 16-bit numbers without x - mean
         level -= mean * slant
     total0 = tl.zeros((K, BO), tl.float32)
     total1 = tl.zeros((K, BO), tl.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.maps import empty_result
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 
 class Launch(NamedTuple):

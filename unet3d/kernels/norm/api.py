@@ -1,7 +1,7 @@
 """Instance normalisation with LeakyReLU behind it, as one operation.
 
 PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
-32 of a GPU's processors busy. Here the voxels are divided over all of them.
+32 of a GPU's multiprocessors busy. Here the voxels are divided over all multiprocessors.
 
 The work is done in stages, so that the parts of a volume can exchange results after a stage
 (:mod:`unet3d.kernels.norm.op`). Large CUDA tensors of 16- or 32-bit numbers use Triton; all others
@@ -99,7 +99,7 @@ def sum_of(x: Tensor, added: Tensor) -> Tensor:
 
 
 class _InstanceNorm(torch.autograd.Function):
-    """For backward it keeps its input and not its result, unlike PyTorch's LeakyReLU."""
+    """Keeps its input for backward and not its result, unlike PyTorch's LeakyReLU."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ def _of_whole(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float)
 
 
 class _OfWhole(torch.autograd.Function):
-    """For backward it keeps its input and not its result."""
+    """Keeps its input for backward and not its result."""
 
     @staticmethod
     def forward(

@@ -50,7 +50,7 @@ def load_block(x, first, row, channel, inside, C, Z: tl.constexpr, PADS: tl.cons
 
 @triton.jit
 def load_affine(weight, bias, means, rstds, sample, channel, known, C):
-    """Return mean, scale and shift for (x - mean) * scale + shift; the mean's rest; and rstd."""
+    """Return mean, scale, shift for (x - mean) * scale + shift, the mean's low part, and rstd."""
     column = sample * C + channel
     mean = tl.load(means + 2 * column, mask=known, other=0.0)
     rest = tl.load(means + 2 * column + 1, mask=known, other=0.0)
@@ -83,13 +83,13 @@ def normalized(value, mean, scale, shift, slope):
 
 @triton.jit
 def before_activation(g, value, scale, shift, slope):
-    """Return a block's gradient before LeakyReLU, from g after LeakyReLU, and x - mean."""
+    """Return a block's gradient before LeakyReLU, from the gradient g after it and x - mean."""
     return tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
 
 
 @triton.jit
 def gradient_of(g, value, scale, shift, slant, level, slope):
-    """Return the gradient of a block of x, from g of the result, and x - mean."""
+    """Return the gradient of a block of x, from the result's gradient g and x - mean."""
     is_above = value * scale[None, :] + shift[None, :] > 0
     factor = tl.where(is_above, scale[None, :], (scale * slope)[None, :])
     return g * factor + (value * slant[None, :] + level[None, :])

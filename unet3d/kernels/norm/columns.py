@@ -9,7 +9,8 @@ Large maps do not stay in a processor's cache, and reading them takes longer tha
 are processed in parts that fit the cache, and all operations of a pass are done on one part before
 the next: backward reads and writes half as much as on whole maps.
 
-Small maps are common on CPUs. Their time is the overhead of calls, so there are few calls.
+Small maps are common on CPUs. They take as long as the overhead of calls, so this module makes few
+calls.
 """
 
 import functools
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.norm.reference import exact_type
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 MAX_COLUMNS = 1024
 """Most columns of a folded matrix."""

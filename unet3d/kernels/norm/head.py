@@ -26,8 +26,8 @@ from unet3d.kernels.maps import (
 from unet3d.kernels.norm import op as norm_op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
+from unet3d.kernels.operations import operation
 from unet3d.kernels.sharding import current_shard
-from unet3d.kernels.triton_support import operation
 
 MAX_CLASSES = 16
 """With more classes, the sums take too many registers of a program."""
@@ -46,8 +46,8 @@ def instance_norm_head(
 ) -> Tensor:
     """Normalise as :func:`unet3d.kernels.instance_norm` does, then mix the channels of each voxel.
 
-    The head's weight is (K, C, 1, 1, 1), which autocast may lower, its bias (K,). Returns logits
-    (N, K, X, Y, Z).
+    The head's weight is (K, C, 1, 1, 1), and its bias (K,); autocast may lower the weight's type.
+    Returns logits (N, K, X, Y, Z).
     """
     channels, classes = x.shape[1], len(head_weight)
     fits = channels <= norm_op.MAX_BLOCK_CHANNELS and classes <= MAX_CLASSES
@@ -65,7 +65,7 @@ def instance_norm_head(
 
 
 class _InstanceNormHead(torch.autograd.Function):
-    """For backward it keeps its input, or the sum of two inputs, and nothing else of that size."""
+    """Keeps its input for backward, or the sum of two inputs, and nothing else of that size."""
 
     @staticmethod
     def forward(

@@ -51,7 +51,7 @@ def normalize(
     slope: float,
     pads: bool,
 ) -> None:
-    """Write the normalised map to y, a whole map or some planes of a larger one."""
+    """Write the normalised map to y, which is a whole map or some planes of a larger one."""
     if len(x) > 1 and y.stride(0) > y.shape[2] * y.stride(2):  # samples are not adjacent
         for at in range(len(x)):
             one_y, one_x, *own = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
@@ -121,7 +121,7 @@ def matrix_of(x: Tensor) -> tuple[Grid, int, int]:
 
 
 def block_of(grid: Grid) -> dict[str, int]:
-    """Return the size of a block, as kernels take it."""
+    """Return the size of a block, as arguments of the kernels."""
     return {"BV": grid.block_voxels, "BC": grid.block_channels}
 
 

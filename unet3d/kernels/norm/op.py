@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.maps import empty_map
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 BLOCK_ELEMENTS = 4096
 """Elements of the matrix that a program holds at a time: 32 per thread with 4 warps."""
 MAX_BLOCK_CHANNELS = 64
 WANTED_PROGRAMS = 528
-"""Four programs of eight warps for each of an H200's 132 processors, as many as run there at a
+"""Four programs of eight warps for each of an H200's 132 multiprocessors, as many as run there at a
 time. With 1056 programs the statistics of 256 channels at 16 x 32 x 32 take 24 us instead of 15;
-with 264, those of 32 channels at 256^3 take half as long again."""
+with 264 programs, the statistics of 32 channels at 256^3 take 50 % longer."""
 
 
 class Grid(NamedTuple):

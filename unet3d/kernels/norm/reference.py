@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 

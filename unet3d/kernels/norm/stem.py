@@ -42,7 +42,7 @@ def conv3x3x3_instance_norm(
 ) -> Tensor:
     """Convolve x (N, I, X, Y, Z) with stride 1 and zero padding, then normalise it.
 
-    The kernel is (O, I, 3, 3, 3), which autocast may lower; a slab must include its halo. Other
+    The kernel is (O, I, 3, 3, 3); autocast may lower its type. A slab must include its halo. Other
     arguments and the result are as in :func:`unet3d.kernels.instance_norm`.
     """
     # If halos counted, slabs might choose different stages, and deadlock.
@@ -74,7 +74,7 @@ def conv3x3x3_instance_norm(
 
 
 class _StemNorm(torch.autograd.Function):
-    """For backward it keeps the image, and the convolution's result unless that is recomputed."""
+    """Keeps the image for backward, and the convolution's result unless that is recomputed."""
 
     @staticmethod
     def forward(

@@ -32,8 +32,8 @@ H200, and Triton's two kernels 8."""
 def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     """Return the version of the stages that suits a map, the same for all slabs of a volume.
 
-    Triton's version requires channels-last maps. If x is another map of the same size,
-    ``channels`` are the channels of the map.
+    Triton's version requires channels-last maps. If only the number of channels differs from x,
+    ``channels`` states it.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
     # Messages of the two versions differ in size, so all slabs must choose the same one.
@@ -100,7 +100,7 @@ class VolumeNorm(NamedTuple):
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
     def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
-        """Mark the result for its reader if it is deferred, or else let backward recompute it."""
+        """Mark the result for its reader if normalisation is deferred, else offer to recompute."""
         weight, bias, mean, rstd = affine
         deferred = Deferred((weight, bias, mean, rstd), self.slope)
         if self.is_deferred:
@@ -111,7 +111,7 @@ class VolumeNorm(NamedTuple):
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
-        """Return the gradient of a map's own planes, channels-last, from that with its halo."""
+        """Return the gradient of a map's own planes, channels-last; dy includes any halo."""
         return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
 
     def own_sums(self, dy: Tensor, x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,8 @@ capture GPUs wait for the host between messages, however large the slabs are."""
 class SpatialExecutor:
     """The slab of one device; see :class:`~unet3d.parallel.Executor`.
 
-    All ranks of a replica compute the same loss, that of their volume. A loss function must be a
-    :class:`unet3d.model.loss.SegmentationLoss`, or made of other sums over voxels that go through
+    All ranks of a replica compute the same loss: the loss of their volume. A loss function must be
+    a :class:`unet3d.model.loss.SegmentationLoss`, or made of other sums over voxels that go through
     :func:`unet3d.kernels.sharding.sum_of_losses`.
     """
 
@@ -55,9 +55,9 @@ class SpatialExecutor:
             network: The network, with all its parameters in one precision.
             layout: The device, the slab, and how a batch is run; ``num_shards`` says how many
                 devices share a volume.
-            group: The ranks; those of a replica are consecutive, in order of slabs. None: there are
-                no other ranks.
-            messages: Messages to the other slabs; None: those of the group.
+            group: The ranks; the ranks of a replica are consecutive, in order of slabs. None:
+                there are no other ranks.
+            messages: Messages to the other slabs; None: the group's messages.
 
         Raises:
             ConfigError: The network's samples are not independent.

@@ -10,8 +10,8 @@ recomputes it. Maps pass between divided and whole levels in two places::
              2                  whole ─────────── whole
 
 Every device computes the whole levels alike. In backward the whole levels receive the mean of the
-slabs' gradients, so the gradients of their parameters are those of one loss. The gathered slabs
-receive their gradient once for the loss of each device (see the convention in
+slabs' gradients, so the gradients of their parameters are the gradients of one loss. The gathered
+slabs receive their gradient once for the loss of each device (see the convention in
 :mod:`unet3d.kernels.sharding`).
 """
 
@@ -86,7 +86,7 @@ def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
 
 
 def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Module:
-    """Return a module that upsamples whole maps to slabs, if it upsamples at all."""
+    """Replace a module that upsamples by one that upsamples a whole map to a slab; others stay."""
     if isinstance(module, HeadUnit) and isinstance(module.unit, UpsampledUnit):
         return HeadUnit(_SlabUpsampledUnit(module.unit, shard, level), module.head)
     if isinstance(module, UpsampledUnit):
@@ -123,7 +123,7 @@ def _planes_of(x: Tensor, planes: range) -> Tensor:
 
 
 class _Planes(torch.autograd.Function):
-    """Planes of a map; the gradient is channels-last, unlike that of a view."""
+    """Planes of a map; unlike a view's gradient, the gradient is channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: range) -> Tensor:

@@ -88,11 +88,11 @@ class VolumeShard:
         self._planes = len(division.slab(index))
 
     def of_volume(self, number: int) -> int:
-        """Return the number of the whole volume; see the protocol."""
+        """Scale this slab's number of planes or voxels to the whole volume; see the protocol."""
         return number * self.division.planes() // self._planes
 
     def of_largest(self, number: int) -> int:
-        """Return the number of the largest slab; see the protocol."""
+        """Scale this slab's number of planes or voxels to the largest slab; see the protocol."""
         return number * self.division.most_planes() // self._planes
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:

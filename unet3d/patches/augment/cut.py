@@ -15,7 +15,7 @@ Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
 
 NEGLIGIBLE_VOXEL = 1e-6
-"""Distance, in voxels, below which a point counts as at a voxel, so that the box ends there."""
+"""A point closer to a voxel than this, in voxels, counts as lying on it, so the box ends there."""
 
 
 @dataclass(frozen=True, kw_only=True)

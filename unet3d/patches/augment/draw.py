@@ -157,7 +157,7 @@ class AugmentationDraw:
 def free_axes(
     size: Shape, spacing_mm: Spacing
 ) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
-    """Return the axes that a rotation may mix, and those that scaling changes.
+    """Return the axes that a rotation may mix, and the axes that scaling changes.
 
     Thick slices cannot be interpolated across, so rotation and scaling stay in their plane. If two
     axes are thick and alike, as in a stack of long voxels, these two are the plane. If no two axes
@@ -177,7 +177,10 @@ def free_axes(
 
 
 def largest_angle(settings: AugmentationSettings, turning: tuple[bool, bool, bool]) -> float:
-    """Return the largest angle of a rotation that mixes these axes; two axes are a plane."""
+    """Return the largest angle of a rotation that mixes these axes.
+
+    Two axes are rotated in their plane; a single axis is not rotated.
+    """
     if sum(turning) < 2:
         return 0.0
     is_plane = sum(turning) == 2

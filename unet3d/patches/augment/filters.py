@@ -24,7 +24,7 @@ BLUR_DEVIATIONS = 4.0
 CHUNK = 64
 """Voxels of an axis that a CPU computes at once: matrices are banded, so chunks skip zeros."""
 GPU_CHUNK = 256
-"""The same for a GPU, where a launch costs more than multiplying zeros."""
+"""Voxels of an axis that a GPU computes at once: a launch costs more than multiplying zeros."""
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def _fewer(voxels: int, factor: float) -> int:
 
 
 def _coarsening_reach(voxels: int, factor: float) -> int:
-    """Return the reach of a voxel: far faces of the two large voxels that it is made from."""
+    """Return the reach of a voxel: up to the far faces of the two large voxels it is made from."""
     fewer = _fewer(voxels, factor)
     return math.ceil(1.5 * voxels / fewer) if fewer < voxels else 0
 

@@ -18,8 +18,8 @@ SMALL = 1e-7
 """Smallest range or deviation to divide by, so that a constant channel stays finite."""
 
 Gather = Callable[[Tensor], Tensor]
-"""Maps numbers (K) of a slab to those of all slabs of the patch (slabs, K), in the same order on
-all devices. All devices call it equally often, whatever their slabs."""
+"""Maps numbers (K) of one slab to the numbers of all slabs of the patch (slabs, K), in the same
+order on all devices. All devices call it equally often, whatever their slabs."""
 
 
 class Levels(NamedTuple):
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     """Gathers the numbers of all wanted parts; None: the whole patch is made here."""
 
     def levels(self, channels: Tensor, *, has_range: bool = True) -> Levels:
-        """Measure channels (R, X, Y, Z), which may have no voxels."""
+        """Return statistics of channels (R, X, Y, Z) of all parts; this part may have no voxels."""
         size, part, made = self.extent
         counted = (channels if self.gather is None else channels[:, *inside(part, made)]).flatten(1)
         # As in nnU-Net, the divisor is the number of voxels minus one, but never 0.
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
     """Multiply distances of intensities (R, X, Y, Z) from their mean, clipped to their range.
 
-    Factors are (R, 1). The intensities are changed in place, so they are contiguous.
+    Factors are (R, 1). The intensities are changed in place, so they must be contiguous.
     """
     levels, values = part.levels(channels), channels.flatten(1)
     values.sub_(levels.mean).mul_(factors).add_(levels.mean)
@@ -83,10 +83,10 @@ def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
 
 
 def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor) -> Tensor:
-    """Apply gamma curves to intensities (R, X, Y, Z) in place; sign -1: to inverted ones.
+    """Apply gamma curves to intensities (R, X, Y, Z) in place; sign -1 inverts them meanwhile.
 
     Exponents and signs are (R, 1). Mean and deviation are restored. The intensities are changed in
-    place, so they are contiguous.
+    place, so they must be contiguous.
     """
     levels, values = part.levels(channels), channels.flatten(1)
     span = (levels.high - levels.low).clamp_(min=SMALL)

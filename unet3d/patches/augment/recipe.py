@@ -40,11 +40,11 @@ class Change(NamedTuple):
     function: Callable[..., Tensor]
     """Takes the channels (R, X, Y, Z), their part and the numbers; may change them in place."""
     rows: slice | Tensor
-    """Indices of the channels, among those of all patches (N * C)."""
+    """Indices of the channels, among the channels of all patches (N * C)."""
     numbers: tuple[Any, ...]
 
     def apply(self, channels: Tensor, part: Part) -> None:
-        """Change the rows of all channels (N * C, X, Y, Z)."""
+        """Change the channels at :attr:`rows`; ``channels`` are all channels (N * C, X, Y, Z)."""
         if isinstance(self.rows, Tensor):
             own = channels.index_select(0, self.rows)
             channels.index_copy_(0, self.rows, self.function(own, part, *self.numbers))
@@ -77,7 +77,7 @@ def together(cuts: Iterable[Cut], *, stacks: bool) -> Iterator[tuple[Boxes, Reci
 
 
 def number_together(size: Shape) -> int:
-    """Return how many patches of a size, or channels of such patches, are changed at a time."""
+    """Return how many patches of this size, or how many of their channels, change at a time."""
     return max(1, TOGETHER_VOXELS // math.prod(size))
 
 

@@ -83,7 +83,7 @@ def drawing_of(figure: Figure, kind: Literal["png", "svg"] = "svg") -> str:
 
 
 def shade(dice: float | None) -> int | None:
-    """Return the index of a Dice's shade among the ten of the style sheet; None: no shade."""
+    """Return which of the style sheet's shades, 0 to 9, a Dice gets; None: no shade."""
     return None if dice is None else int(min(9.0, max(0.0, dice * 10)))
 
 

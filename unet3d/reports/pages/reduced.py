@@ -25,7 +25,7 @@ LEVELS = 255
 GREY_PERCENTILES = (0.1, 99.9)
 """Percentiles of the intensities at the first and the last grey level."""
 SHOWN_PERCENTILES = (1.0, 99.0)
-"""Percentiles of the intensities that are initially black and white."""
+"""Percentiles of the intensities that are initially shown as black and as white."""
 
 Affine = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class Greys:
     lowest: float
     """Intensity of the first grey level."""
     highest: float
-    """Intensity of the last one."""
+    """Intensity of the last grey level."""
     black: float
     white: float
 

@@ -1,7 +1,7 @@
-"""The page of a training run: results, curves, cases, memory and settings; and of folds.
+"""The page of a training run (results, curves, cases, memory, settings), and of its folds.
 
-It shows the current content of the run's folder. Each part comes from one file; a missing file has
-no part, and a damaged file is named.
+It shows the current content of the run's folder. Each part comes from one file. If the file is
+missing, the part is left out; if it is damaged, the page says so.
 """
 
 import json
@@ -37,7 +37,8 @@ from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder, folds_in
 REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
 MAX_LABEL_COLUMNS = 8
-"""Most labels with their own column in the table of cases; beyond, the lowest Dice is named."""
+"""Most labels with their own column in the table of cases. With more labels, the table names only
+the lowest Dice of a case."""
 
 Content = Mapping[str, Any]
 Facts = list[tuple[str, str]]
@@ -65,12 +66,12 @@ def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]
 
 
 def run_page(folder: Path) -> str:
-    """Return the page of a training run; CheckpointError if the folder is not one of a run."""
+    """Return the page of a training run; CheckpointError if it is not a run's folder."""
     run = RunFolder(folder)
     if not has_page(run):
         raise CheckpointError(
             f"{folder} is not the folder of a run: it has neither {run.data.name} nor "
-            f"{run.config.name}; name one, or a segmentation with --image"
+            f"{run.config.name}; name a run, or a segmentation with --image"
         )
     notes: list[str] = []
     settings = part_of(run.config, lambda text: text.splitlines(), notes, Path.read_text)
@@ -115,7 +116,7 @@ def run_page(folder: Path) -> str:
 
 
 def has_page(run: RunFolder, is_over_folds: bool = False) -> bool:
-    """Tell whether a folder is a run's; for a folder of folds, whether it is a run itself, too."""
+    """Tell whether a folder holds a run, and not only the folders of a run's folds."""
     files = [run.data, run.metrics, run.latest]
     return any(file.is_file() for file in [*files, *[run.config] * (not is_over_folds)])
 
@@ -228,7 +229,7 @@ def _validation(line: Content) -> dict[str, Any]:
 
 
 def _cases(content: Content, units: Units) -> dict[str, Any]:
-    """Return the scores of the final network on the validation cases: of labels, and of cases."""
+    """Return the final network's scores on the validation cases, for each label and each case."""
     means, cases = content["mean"], content["cases"]
     tolerance_mm = content["tolerance_mm"]
 
@@ -357,5 +358,4 @@ def _of_folds(content: Content) -> dict[str, Any]:
 def _of_fold(content: Content) -> tuple[Cell, ...]:
     """Return the results of a fold: its mean Dice, epochs and time."""
     final = content.get("final") or {}
-    mean = number(final.get("mean_dice", content.get("last_mean_dice")))
-    return mean, str(content["epochs"]), duration(content["seconds"])
+    return number(final.get("mean_dice")), str(content["epochs"]), duration(content["seconds"])

@@ -1,4 +1,4 @@
-"""The page of a segmentation: a viewer of the scan with its labels, and a table of them."""
+"""The page of a segmentation: a viewer of the scan with its labels, and a table of the labels."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -158,7 +158,7 @@ def _rows(
 
 
 def _middle(mask: npt.NDArray[np.bool_], affine: Affine) -> list[float] | None:
-    """Return the position of the voxel nearest to the centre of all; None: there is no voxel."""
+    """Return the position of the voxel nearest to the centre of all voxels; None: no voxels."""
     where = np.argwhere(mask)
     if not len(where):
         return None

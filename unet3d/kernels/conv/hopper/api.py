@@ -9,9 +9,9 @@ returns, with the gradient, the sums that the normalisation needs::
     convolve ─ y, moments ─ merge ─ y, affine ─ convolve             forward
     ... ─ gradient of y ─ total ─ dx, sums ─ input_gradient ─ ...    backward
 
-A convolution that normalises a slab gets it without halo and exchanges the planes itself. They are
-not normalised yet, because the neighbours have the same statistics. In backward it sends the
-neighbours the gradients of their planes.
+A convolution that normalises a slab gets it without halo and exchanges the planes itself. The
+planes need not be normalised before, because the neighbours have the same statistics. In backward
+it sends the neighbours the gradients of their planes.
 """
 
 import functools
@@ -48,9 +48,10 @@ logger = logging.getLogger(__name__)
 TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
 MIN_VOXELS = 32**3
-"""Fewest voxels of a batch per 32 channels of the wider side; cuDNN does smaller ones. On an H200 a
-convolution of 32 to 32 channels and its gradients take 54 us at 24^3 voxels (cuDNN: 39) and 56 us
-at 32^3 (69). With 64 channels they take 142 us at 40^3 (126) and 169 us at 48^3 (186)."""
+"""Fewest voxels of a batch, per 32 channels of the input or output, whichever has more. cuDNN is
+faster for fewer voxels: on an H200 a convolution of 32 to 32 channels and its gradients take 54 us
+at 24^3 voxels (cuDNN: 39) and 56 us at 32^3 (69). With 64 channels they take 142 us at 40^3 (126)
+and 169 us at 48^3 (186)."""
 
 _NO_AFFINE = (None, None, None, None)
 
@@ -121,7 +122,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
     A collective call with this rank's devices. A convolution that normalises exchanges planes that
     are not normalised yet, so ranks that disagree would compute wrong values from messages of the
-    right size. ``exchange`` maps this rank's answer to those of all ranks.
+    right size. ``exchange`` maps this rank's answer to the answers of all ranks.
     """
     global _all_slabs_can
     own = all(available(device) for device in devices)
@@ -158,7 +159,7 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
 
 
 def wants_padding(x: Tensor) -> bool:
-    """Return whether the convolutions that read a map would read pairs, with zeros around Z."""
+    """Return whether convolutions of a map fold pairs of voxels along Z and read zeros around Z."""
     channels = x.shape[1]
     return can_fold(x, channels) and not suits(x, channels, channels)
 
@@ -186,7 +187,7 @@ def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor
 
 
 def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    """Return a map with the convolution of x added in its memory, marked with its moments.
+    """Add the convolution of x to a map in place, and return the map, marked with its moments.
 
     The map must be a result without other readers. If x is a normalised map that backward would
     recompute, the gradient of the weight instead loads x's source and normalises it.
@@ -197,7 +198,11 @@ def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Ten
 
 
 class _Convolution(torch.autograd.Function):
-    """For backward it keeps x, or its source, the kernel, and planes of the slabs beside x."""
+    """A convolution on Hopper GPUs.
+
+    Backward gets the kernel, the planes beside x from other slabs, and x itself, or the map that x
+    was normalised from.
+    """
 
     @staticmethod
     def forward(
@@ -258,7 +263,7 @@ def _add_from_beside(
 ) -> list[Tensor]:
     """Add the neighbours' contributions to the first and last plane of a slab's gradient.
 
-    Returns the normalisation's sums over the contributions, to be added to those over dx.
+    Returns the normalisation's sums over the contributions, to be added to the sums over dx.
     """
     ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
     sent = [

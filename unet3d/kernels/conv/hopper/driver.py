@@ -62,7 +62,7 @@ class Kernel:
             return self._loaded[device.index]
 
     def launch(self, device: torch.device, blocks: int, *arguments: Any) -> None:
-        """Launch it on PyTorch's current stream of a GPU; ctypes values are passed by value."""
+        """Launch the kernel on a GPU's current stream in PyTorch; ctypes are passed by value."""
         function = self._loaded.get(device.index) or self.load(device)
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))

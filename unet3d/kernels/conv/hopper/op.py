@@ -3,8 +3,8 @@
 All have 3x3x3 kernels and stride 1. Maps (N, C, X, Y, Z) are in channels-last memory, may have room
 around Z (:mod:`unet3d.kernels.maps`), and have multiples of 32 channels::
 
-    convolve         convolves a map, which may be normalised first, with LeakyReLU, without being
-                     written; returns the result and its moments
+    convolve         convolves a map, which may be normalised first, with LeakyReLU; the normalised
+                     map is not written; returns the result and its moments
     add_convolution  adds a convolution to a map, in its memory, and returns the moments of the sum
     input_gradient   returns the gradient of the convolved map; if it was normalised first, also the
                      sums that the gradient of the normalisation needs
@@ -31,7 +31,7 @@ from torch import Tensor
 from unet3d.kernels.conv.hopper import reference
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
 from unet3d.kernels.maps import empty_result
-from unet3d.kernels.triton_support import operation
+from unet3d.kernels.operations import operation
 
 GROUP = 32
 """Channels that a program loads at a time."""
@@ -40,7 +40,7 @@ COLUMN = 16
 WARPS = 8
 """Warps of a program that multiply; each makes a part of the moments or sums."""
 PROCESSORS = 132
-"""Number of processors that is assumed without a GPU."""
+"""Number of multiprocessors to assume if there is no GPU."""
 PAIRS = 5
 """Pairs of taps (ky, kz) in the sums of the weights' gradient; see ``weights.cu``."""
 
@@ -102,7 +102,7 @@ class _Weights(ctypes.Structure):
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
-    """Return the number of programs for each of ``groups``, in all at most one per processor."""
+    """Return the programs for each of ``groups``: at most one per multiprocessor in all."""
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
@@ -128,7 +128,7 @@ def _run_convolve(
 def _run_add_convolution(
     y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int
 ) -> Tensor:
-    """Add the convolution of x to y, in its memory, and return the moments of the sum."""
+    """Add the convolution of x to y in place, and return the moments of the sum."""
     return _convolve(y, x, kernel, None, y, _MOMENTS_OF_SUM, before, turned=False)
 
 
@@ -141,7 +141,7 @@ def _run_input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolved map's gradient; if the map is x normalised, also its sums."""
+    """Return the convolved map's gradient and, if that map is x normalised, the gradient's sums."""
     dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
     sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)

@@ -32,7 +32,7 @@ def convolve(
 
 
 def add_convolution(y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int) -> Tensor:
-    """Add the convolution of x to y, in its memory, and return the moments of the sum."""
+    """Add the convolution of x to y in place, and return the moments of the sum."""
     y += F.conv3d(_padded(x, before, after), kernel)
     return _moments(y)
 
@@ -46,7 +46,7 @@ def input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolved map's gradient; if the map is x normalised, also its sums."""
+    """Return the convolved map's gradient and, if that map is x normalised, the gradient's sums."""
     turned = kernel.flip(_AROUND).transpose(0, 1)
     dx = channels_last(F.conv3d(_padded(dy, 2 - before, 2 - after), turned))
     exact = _exact(dy)
