@@ -43,7 +43,7 @@ pictures: .venv/tools
 
 .venv/tools: .venv/installed
 	@echo "Installing the tools of development: downloads 0.2 GB."
-	$(PIP) -e '.[dev,docs]'
+	$(PIP) -e '.[dev,docs,microscopy]'
 	@touch $@
 
 clean:
