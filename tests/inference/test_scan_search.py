@@ -1,6 +1,7 @@
 """Which scans are segmented, where results are written, and which results are kept."""
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -301,3 +302,42 @@ def test_a_store_is_one_scan_and_its_result_is_a_store(tmp_path):
     refuses(stores[:1], "cannot write .*other.zarr", tmp_path / "other.zarr", overwrite=True)
     touch(tmp_path, "file.zarr")
     refuses(stores[:1], "cannot write .*file.zarr", tmp_path / "file.zarr", overwrite=True)
+
+
+def test_nothing_is_written_into_a_store_or_in_place_of_one_that_holds_the_scan(tmp_path):
+    store = zarr_store(tmp_path / "a.ome.zarr")
+    words = f"would be in the store {store}, which stays as it is; name .* with -o"
+    refuses([store / "0"], words)
+    refuses([store], words, store / "labels" / "seg.ome.zarr")
+    refuses([store], words, f"{store / 'labels'}/")
+    refuses([store / "0"], "a.ome.zarr holds an input; choose another", store, overwrite=True)
+    (scan,) = found_of([store / "0"], tmp_path / "seg.ome.zarr", 1).to_segment
+    assert scan.images == (store / "0",)
+
+
+def test_a_store_named_by_a_dot_gives_its_name_to_the_result(tmp_path, monkeypatch):
+    monkeypatch.chdir(zarr_store(tmp_path / "a.ome.zarr"))
+    (scan,) = found_of([Path()], None, 1).to_segment
+    assert scan.output == tmp_path / "a_seg.ome.zarr"
+
+
+def test_a_picture_beside_volumes_is_no_scan(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    touch(tmp_path, "a.nii.gz")
+    dicom_folder(tmp_path / "series")
+    for place in (tmp_path, tmp_path / "series"):
+        tifffile.imwrite(place / "overview.tif", np.zeros((4, 5), np.uint8))
+    assert names(found_of([tmp_path], None, 1).to_segment) == ["a.nii.gz", "series"]
+    assert names(found_of([tmp_path / "series"], None, 1).to_segment) == ["series"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "package"), [(".tif", "tifffile"), (".zarr", "zarr"), (".ome.zarr", "zarr")]
+)
+def test_a_format_whose_package_is_missing_is_refused_early(tmp_path, monkeypatch, ending, package):
+    scan = tmp_path / "a.nii.gz"
+    write_volume(scan, noise((4, 4, 4)))
+    monkeypatch.setitem(sys.modules, package, None)
+    output = tmp_path / f"seg{ending}"
+    with pytest.raises(VolumeError, match=f"writing {output} needs {package}: pip install"):
+        refuse_early(PredictionRequest(images=(scan,), output=output))

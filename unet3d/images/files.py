@@ -25,6 +25,8 @@ class Format(NamedTuple):
     written: tuple[str, ...] = ()
     """Endings of label maps that can be written, the usual one first."""
     is_folder: bool = False
+    writer: str = ""
+    """Optional package that writing needs; empty if none."""
 
 
 NIFTI = Format(
@@ -34,12 +36,13 @@ TIFF = Format(
     "tiff",
     (".ome.tif", ".ome.tiff", ".tif", ".tiff"),
     written=(".tif", ".tiff"),
+    writer="tifffile",
 )
 """Files, and folders of slices that are files."""
 DICOM = Format("dicom", (), is_folder=True)
 """Any other folder: whether it is a series of slices depends on its content."""
 
-ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), is_folder=True)
+ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), True, writer="zarr")
 """A folder with one of these endings, or with one of :data:`ZARR_METADATA`."""
 
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
@@ -82,6 +85,14 @@ def _folder_format(folder: Path) -> Format:
     return TIFF if module_of(TIFF).members(folder) != (folder,) else DICOM
 
 
+def store_around(path: Path) -> Path | None:
+    """Return a store in which a path lies or would lie; None if it is in no store."""
+    for above in path.absolute().parents:
+        if any(os.path.isfile(above / name) for name in ZARR_METADATA):
+            return above
+    return None
+
+
 def module_of(one: Format) -> Any:
     """Return the module of a format."""
     return import_module(f"unet3d.images.{one.module}")
@@ -110,6 +121,12 @@ def is_store(path: Path) -> bool:
 def is_collection(path: Path) -> bool:
     """Return whether a path is a folder that may hold volumes, and is not a store."""
     return os.path.isdir(path) and not is_store(path)
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a file is a TIFF of one page: a slice, or a picture beside volumes."""
+    is_tiff = volume_suffix(path) in TIFF.suffixes and os.path.isfile(path)
+    return is_tiff and bool(module_of(TIFF).is_page(path))
 
 
 def is_volume_folder(path: Path) -> bool:

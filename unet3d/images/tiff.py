@@ -97,11 +97,15 @@ def _slices(folder: Path) -> tuple[Path, ...]:
     if len(tiffs) < 2 or 2 * len(tiffs) <= len(files):
         return ()
     tiffs.sort(key=lambda path: _natural(path.name))
+    return tuple(tiffs) if is_page(tiffs[0]) else ()
+
+
+def is_page(file: Path) -> bool:
+    """Return whether a file has one page, and is not a stack with one description."""
     try:
-        is_slice = num_pages(tiffs[0]) == 1 and tiffs[0].stat().st_size < MAX_SLICE_BYTES
-    except VolumeError:
-        return ()
-    return tuple(tiffs) if is_slice else ()
+        return num_pages(file) == 1 and file.stat().st_size < MAX_SLICE_BYTES
+    except (VolumeError, OSError):  # whoever opens the file says why it cannot be read
+        return False
 
 
 def _natural(name: str) -> list[Any]:

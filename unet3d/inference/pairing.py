@@ -8,6 +8,7 @@ from pathlib import Path
 from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import (
     is_collection,
+    is_picture,
     is_volume_file,
     is_volume_folder,
     stands_for_volume,
@@ -74,7 +75,8 @@ def _is_list(path: Path) -> bool:
 
 
 def _is_volume(path: Path) -> bool:
-    return stands_for_volume(path) or is_volume_folder(path)
+    is_file = stands_for_volume(path) and not is_picture(path)
+    return is_file or is_volume_folder(path)
 
 
 def _by_stem(path: Path) -> dict[str, Path]:

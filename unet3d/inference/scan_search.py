@@ -14,11 +14,14 @@ from unet3d.images.files import (
     WRITTEN_SUFFIXES,
     ZARR,
     can_be_written,
+    format_of,
     is_collection,
+    is_picture,
     is_volume_file,
     is_volume_folder,
     members,
     stands_for_volume,
+    store_around,
     volume_stem,
     volume_suffix,
     written_suffix,
@@ -109,12 +112,12 @@ def refuse_early(request: PredictionRequest) -> None:
         elif len(inputs) == 1:  # if there are more, the others can be segmented
             open_source(path)
             if output is None or _is_folder_of_results(request, output):
-                place = _place(volume_stem(path), path, output)
+                place = _place(volume_stem(_named(path)), _named(path), output)
             elif output.suffix:
                 place = output
-                _refuse_collisions([Scan(images=(path,), output=output)])
             else:
                 continue
+            _refuse_collisions([Scan(images=(path,), output=place)])
             _refuse_irregular(place)
             if not request.overwrite and not request.goes_on:
                 refuse_existing(Scan(images=(path,), output=place), request)
@@ -171,6 +174,14 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
         place = os.path.realpath(scan.output)
         if place in sources:
             raise ConfigError(f"{scan.output} is also an input; choose another --output")
+        if any(source.startswith(f"{place}{os.sep}") for source in sources):
+            raise ConfigError(f"{scan.output} holds an input; choose another --output")
+        store = store_around(Path(os.path.realpath(scan.output.parent), scan.output.name))
+        if store is not None:
+            raise ConfigError(
+                f"{scan.output} would be in the store {store}, which stays as it is; name a place "
+                "outside of it with -o"
+            )
         twin = by_output.setdefault(place, scan)
         if twin is not scan:
             one, other = twin.images[0], scan.images[0]
@@ -192,12 +203,17 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Before anything is computed, refuse a folder that is not writable."""
+    """Before anything is computed, refuse a folder or a format that cannot be written."""
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
             f"cannot write {path}: {folder} is not a writable folder; choose another --output"
         )
+    format_ = format_of(path)
+    if format_ is not None and format_.writer:
+        from unet3d.images.microscopy import package  # most results are NIfTI
+
+        package(format_.writer, f"writing {path}")
 
 
 def _refuse_other_channels(case: Path, files: Sequence[Path], num_channels: int) -> None:
@@ -216,7 +232,7 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
     named: set[tuple[str, ...]] = set()
     real_folder = functools.cache(os.path.realpath)
     for path in inputs:
-        for file in _volumes_in(path) if is_collection(path) else (path,):
+        for file in _volumes_in(path) if is_collection(path) else (_named(path),):
             # Two links to one file are two scans, but one file may be named in several ways.
             files = tuple(
                 os.path.join(real_folder(member.parent), member.name) for member in members(file)
@@ -239,6 +255,11 @@ def _other_than(folder: Path) -> str:
     return f"known: {', '.join(SUFFIXES)}, and folders of DICOM or TIFF slices"
 
 
+def _named(folder: Path) -> Path:
+    """Return a folder with its name, after which segmentations are named, in place of ``.``."""
+    return Path(os.path.abspath(folder)) if folder.name in ("", "..") else folder
+
+
 def _volumes_in(folder: Path) -> list[Path]:
     """Return the volumes in a folder, or the folder itself if it has the slices of a scan."""
     try:
@@ -249,6 +270,7 @@ def _volumes_in(folder: Path) -> list[Path]:
             for path in listed
             if stands_for_volume(path) and not path.name.lower().endswith(own)
         }
+        files = {path for path in files if not is_picture(path)}
         if is_volume_folder(folder):
             others = files.difference(members(folder))
             if others:
@@ -256,8 +278,7 @@ def _volumes_in(folder: Path) -> list[Path]:
                     f"{folder} holds slices and volumes, such as {min(others).name}; move one of "
                     "them to a folder of its own"
                 )
-            # Segmentations are named after the scan, so "." becomes the folder's name.
-            return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
+            return [_named(folder)]
         files.update(path for path in listed if is_collection(path) and is_volume_folder(path))
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
