@@ -315,6 +315,13 @@ def test_nothing_is_written_into_a_store_or_in_place_of_one_that_holds_the_scan(
     assert scan.images == (store / "0",)
 
 
+def test_scans_whose_formats_differ_do_not_share_a_file_of_statistics(tmp_path):
+    scans = [*touch(tmp_path, "a.nii.gz"), zarr_store(tmp_path / "a.ome.zarr")]
+    assert len(found_of(scans, tmp_path / "out", 1).to_segment) == 2
+    words = "would both be written to .*out/a.json; name one"
+    refuses(scans, words, tmp_path / "out", statistics=True)
+
+
 def test_a_store_named_by_a_dot_gives_its_name_to_the_result(tmp_path, monkeypatch):
     monkeypatch.chdir(zarr_store(tmp_path / "a.ome.zarr"))
     (scan,) = found_of([Path()], None, 1).to_segment

@@ -79,7 +79,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
         else:
             place = output
         scans.append(Scan(images=images, output=place))
-    _refuse_collisions(scans)
+    _refuse_collisions(scans, request)
     to_segment, kept, faults = [], [], []
     for case, scan in zip(groups, scans, strict=True):
         try:
@@ -117,7 +117,7 @@ def refuse_early(request: PredictionRequest) -> None:
                 place = output
             else:
                 continue
-            _refuse_collisions([Scan(images=(path,), output=place)])
+            _refuse_collisions([Scan(images=(path,), output=place)], request)
             _refuse_irregular(place)
             if not request.overwrite and not request.goes_on:
                 refuse_existing(Scan(images=(path,), output=place), request)
@@ -162,7 +162,7 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
         )
 
 
-def _refuse_collisions(scans: Sequence[Scan]) -> None:
+def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> None:
     sources = {os.path.realpath(image) for scan in scans for image in scan.images}
     by_output: dict[str, Scan] = {}
     for scan in scans:
@@ -182,14 +182,15 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
                 f"{scan.output} would be in the store {store}, which stays as it is; name a place "
                 "outside of it with -o"
             )
-        twin = by_output.setdefault(place, scan)
-        if twin is not scan:
-            one, other = twin.images[0], scan.images[0]
-            is_apart = one.parent != other.parent
-            raise ConfigError(
-                f"{one} and {other} would both be written to {scan.output}; "
-                + ("leave out --output to write beside each scan" if is_apart else "name one")
-            )
+        for result in scan.results(request):
+            twin = by_output.setdefault(os.path.realpath(result), scan)
+            if twin is not scan:
+                one, other = twin.images[0], scan.images[0]
+                is_apart = one.parent != other.parent
+                raise ConfigError(
+                    f"{one} and {other} would both be written to {result}; "
+                    + ("leave out --output to write beside each scan" if is_apart else "name one")
+                )
 
 
 def _refuse_irregular(path: Path) -> None:
