@@ -56,12 +56,16 @@ def test_data():
 
 
 @pytest.fixture(autouse=True)
-def log_level():
-    """Undo changes of the log level, such as by ``--quiet``, also those of a wider fixture."""
-    logger = logging.getLogger("unet3d")
-    logger.setLevel(logging.NOTSET)
+def log_levels():
+    """Undo changes of log levels, as by ``--debug``, also those of a wider fixture."""
+    reset_log_levels()
     yield
-    logger.setLevel(logging.NOTSET)
+    reset_log_levels()
+
+
+def reset_log_levels():
+    logging.getLogger("unet3d").setLevel(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
