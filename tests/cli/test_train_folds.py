@@ -21,6 +21,7 @@ CHANGES = (
     *("data.phantom_shape=16,16,16", "data.num_workers=0"),
     *("patches.size=8,8,8", "model.base_channels=4", "model.num_levels=2", "data.num_folds=3"),
     *("training.steps_per_epoch=2", "training.learning_rate=0.05"),
+    "training.precision=float32",  # the default is measured, and load can change it
 )
 SMALL = tuple(word for one in CHANGES for word in ("--set", one))
 
