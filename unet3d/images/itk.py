@@ -19,6 +19,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, F
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
 from unet3d.images.source import Packing, Source, beginning_of, source_in_file
+from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import open_regular
 
@@ -52,13 +53,6 @@ TYPES = {
 }
 """NumPy's names of voxel types, by their names in either format."""
 
-MILLIMETRES = {
-    **dict.fromkeys(("mm", "millimeter", "millimeters"), 1.0),
-    **dict.fromkeys(("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers"), 1e-3),
-    **{"cm": 10.0, "m": 1000.0},
-}
-"""Units of length by their names in headers; ITK takes all of them as mm."""
-
 SPACE_KINDS = {"domain", "space", "???", "none"}
 """NRRD's kinds of spatial axes; all others are for colours, vectors, channels or time."""
 
@@ -79,9 +73,10 @@ NRRD_ONLY = {
 def _unit_mm(text: str) -> float:
     """Return a header's unit of length in mm; 1 if it names none, ValueError if axes differ."""
     units = set(text.replace('"', " ").split()) - {"?", "none", "unknown"}
-    if len(units) > 1 or not units <= MILLIMETRES.keys():
-        raise ValueError(f"{shown(text)} is not mm, um, cm or m, the same for all axes")
-    return MILLIMETRES[units.pop()] if units else 1.0
+    lengths_mm = {unit_mm(name) for name in units}
+    if len(lengths_mm) > 1 or None in lengths_mm:
+        raise ValueError(f"{shown(text)} is not one unit of length, such as mm, for all axes")
+    return next(iter(lengths_mm), None) or 1.0
 
 
 def _one_of(known: Collection[str]) -> AfterValidator:

@@ -1,4 +1,4 @@
-"""What formats of microscopes share: optional packages, units, and spacings that are not stated."""
+"""What formats of microscopes share: optional packages, lengths, and spacings that are unknown."""
 
 import logging
 import math
@@ -11,18 +11,6 @@ from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 
 logger = logging.getLogger(__name__)
-
-MM_PER_UNIT = {
-    **dict.fromkeys(("m", "meter", "metre"), 1000.0),
-    **dict.fromkeys(("cm", "centimeter", "centimetre"), 10.0),
-    **dict.fromkeys(("mm", "millimeter", "millimetre"), 1.0),
-    **dict.fromkeys(("um", "µm", "μm", "micron", "microns", "micrometer", "micrometre"), 1e-3),
-    **dict.fromkeys(("nm", "nanometer", "nanometre"), 1e-6),
-    **dict.fromkeys(("pm", "picometer", "picometre"), 1e-9),
-    **dict.fromkeys(("Å", "\u212b", "angstrom"), 1e-7),
-    **dict.fromkeys(("in", "inch"), 25.4),
-}
-"""Units of length by their names in files, in mm."""
 
 NAMES = {"nm": "nanometer", "µm": "micrometer", "mm": "millimeter"}
 """Names of :class:`~unet3d.images.units.Units` in OME's metadata."""
@@ -48,12 +36,6 @@ def length_mm(number: object, unit_mm: float | None) -> float | None:
         return None
     # 10 nm are 1e-5 mm, not 9.999999999999999e-06
     return float(f"{length:.12g}") if 0 < length < math.inf else None
-
-
-def unit_mm(name: object) -> float | None:
-    """Return the millimetres in a unit of length; None if the name is unknown."""
-    text = str(name).strip()
-    return MM_PER_UNIT.get(text) or MM_PER_UNIT.get(text.lower())
 
 
 def whole_spacing(path: Path, stated_mm: Sequence[float | None], remedy: str) -> Spacing:

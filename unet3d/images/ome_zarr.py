@@ -25,9 +25,9 @@ from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import ZARR_METADATA, is_store, times
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.label_names import HUES
-from unet3d.images.microscopy import NAMES, length_mm, package, unit_mm, whole_spacing
+from unet3d.images.microscopy import NAMES, length_mm, package, whole_spacing
 from unet3d.images.source import Source, unreadable, whole_axes
-from unet3d.images.units import Units
+from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import MAX_JSON_BYTES, plain_json, read_json
 

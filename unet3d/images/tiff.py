@@ -19,10 +19,10 @@ from unet3d.errors import VolumeError, counted, reason_of, some
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.memory_limits import refuse_beyond_memory
-from unet3d.images.microscopy import length_mm, package, unit_mm, whole_spacing
+from unet3d.images.microscopy import length_mm, package, whole_spacing
 from unet3d.images.source import Source, beginning_of
 from unet3d.images.tiff_stack import DAMAGED, Plane, Stack, num_pages
-from unet3d.images.units import Units
+from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
 

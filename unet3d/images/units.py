@@ -8,6 +8,25 @@ SMALL_MM = 0.05
 
 UM3_PER_ML = 1e12
 
+MM_PER_UNIT = {
+    **dict.fromkeys(("m", "meter", "metre"), 1000.0),
+    **dict.fromkeys(("cm", "centimeter", "centimetre"), 10.0),
+    **dict.fromkeys(("mm", "millimeter", "millimetre", "millimeters"), 1.0),
+    **dict.fromkeys(("um", "µm", "μm", "micron", "microns"), 1e-3),
+    **dict.fromkeys(("micrometer", "micrometre", "micrometers"), 1e-3),
+    **dict.fromkeys(("nm", "nanometer", "nanometre"), 1e-6),
+    **dict.fromkeys(("pm", "picometer", "picometre"), 1e-9),
+    **dict.fromkeys(("Å", "\u212b", "angstrom"), 1e-7),
+    **dict.fromkeys(("in", "inch"), 25.4),
+}
+"""Units of length by their names in files, in mm."""
+
+
+def unit_mm(name: object) -> float | None:
+    """Return the millimetres in a unit of length; None if the name is unknown."""
+    text = str(name).strip()
+    return MM_PER_UNIT.get(text) or MM_PER_UNIT.get(text.lower())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
