@@ -105,7 +105,7 @@ def test_a_format_is_a_module_and_a_line_of_the_table(tmp_path, monkeypatch):
     """The format stores Z, X, Y: its module says so, and everything else works."""
     affine = np.array([[0, 2.0, 0, 5], [0, 0, 3, 6], [4, 0, 0, 7], [0, 0, 0, 1]])
 
-    def open_file(path):
+    def open_file(path, reading):
         voxels = np.load(path)[..., None]
         geometry = geometry_of_affine(path, voxels.shape, affine)
         return Source(geometry, voxels.dtype, lambda scratch: voxels)

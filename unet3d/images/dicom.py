@@ -19,7 +19,7 @@ from unet3d.images.dicom_slice import DAMAGED, MARK, MARK_AT, SAME, Slice, read_
 from unet3d.images.files import times
 from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine, is_sheared, shear_degrees
 from unet3d.images.scratch import Scratch
-from unet3d.images.source import Source
+from unet3d.images.source import AS_STATED, Reading, Source
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.reading import open_regular
 
@@ -52,7 +52,7 @@ def members(folder: Path) -> tuple[Path, ...]:
     return tuple(filter(is_dicom_file, listed)) or (folder,)
 
 
-def open_file(folder: Path) -> Source:
+def open_file(folder: Path, reading: Reading = AS_STATED) -> Source:
     """Read the headers of the slices in a folder, but not their pixels.
 
     File names and order do not matter. VolumeError if the slices are not one evenly spaced series.

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 class Format(NamedTuple):
     """A format: a module in this folder, imported when the first file of the format is opened.
 
-    The module has ``open_file(path)``, which returns a :class:`~unet3d.images.source.Source`, and
-    ``members(path)``, which returns all files of the volume to which a file or folder belongs, the
-    representative file first. If ``written`` is not empty, it also has ``write_labels(path, stored,
-    geometry, names)``, which writes a label map with the axes of a scan's file, to a new file or
-    into an empty folder, and ``label_names(path)``, which returns the names of label values.
+    The module has ``open_file(path, reading)``, which returns a
+    :class:`~unet3d.images.source.Source`, and ``members(path)``, which returns all files of the
+    volume to which a file or folder belongs, the representative file first. If ``written`` is not
+    empty, it also has ``write_labels(path, stored, geometry, names)``, which writes a label map
+    with the axes of a scan's file, to a new file or into an empty folder, and
+    ``label_names(path)``, which returns the names of label values.
     """
 
     module: str

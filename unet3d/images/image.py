@@ -22,7 +22,7 @@ from unet3d.images.files import DICOM, SUFFIXES, format_of, module_of, times
 from unet3d.images.geometry import ONE_GRID, Geometry, Orientation, axes_between, same_grid
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
-from unet3d.images.source import Source
+from unet3d.images.source import AS_STATED, Reading, Source
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +37,11 @@ SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
 """Types that are copied to a device unconverted: smaller than float32, and known to PyTorch."""
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, reading: Reading = AS_STATED) -> Source:
     """Open a file or a folder, such as of DICOM slices: its header is read, not its voxels."""
     format_ = format_of(path)
     if format_ is not None:
-        source: Source = module_of(format_).open_file(path)
+        source: Source = module_of(format_).open_file(path, reading)
         return source
     if not os.path.exists(path):  # pathlib would raise for a long name
         raise VolumeError(f"there is no file or folder {path}; name a volume")
@@ -55,13 +55,16 @@ def open_source(path: Path) -> Source:
     )
 
 
-def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":
+def open_image(
+    paths: Path | Sequence[Path], scratch: Scratch | None = None, reading: Reading = AS_STATED
+) -> "Image":
     """Open an image whose channels are in one file or in several; voxels are read on demand.
 
     Compressed voxels are unpacked to ``scratch``, by default in memory. Raises VolumeError if a
     file is missing, damaged, of an unsupported kind, or not on the grid of the first.
     """
-    sources = [open_source(path) for path in ([paths] if isinstance(paths, Path) else paths)]
+    files = [paths] if isinstance(paths, Path) else paths
+    sources = [open_source(path, reading) for path in files]
     for source in sources:
         source.scratch = scratch or Scratch()
     return image_of(sources)

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, F
 
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
-from unet3d.images.source import Packing, Source, beginning_of, source_in_file
+from unet3d.images.source import AS_STATED, Packing, Reading, Source, beginning_of, source_in_file
 from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import open_regular
@@ -150,7 +150,7 @@ def members(path: Path) -> tuple[Path, ...]:
     return (path, voxels) if voxels is not None and os.path.isfile(voxels) else (path,)
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read and validate the header of an NRRD file or a MetaImage, but not its voxels."""
     beginning_of(path)
     is_nrrd = path.suffix.lower() == ".nrrd"

@@ -17,6 +17,7 @@ from unet3d.images.files import WRITTEN_SUFFIXES, can_be_written, format_of, mod
 from unet3d.images.geometry import RAS, Geometry, axes_between
 from unet3d.images.image import open_source
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
+from unet3d.images.source import AS_STATED, Reading
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
@@ -33,13 +34,13 @@ class LabelMap:
     geometry: Geometry
 
 
-def read_label(path: Path | str) -> LabelMap:
+def read_label(path: Path | str, reading: Reading = AS_STATED) -> LabelMap:
     """Read a label map in RAS; VolumeError if it has several channels or non-integer values.
 
     Its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type that holds its
     values, or the smallest signed one if some are negative.
     """
-    source = open_source(Path(path))
+    source = open_source(Path(path), reading)
     geometry = source.geometry
     if geometry.num_channels != 1:
         raise VolumeError(

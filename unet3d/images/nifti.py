@@ -20,7 +20,9 @@ from unet3d.images.files import times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
 from unet3d.images.label_names import name_labels
 from unet3d.images.source import (
+    AS_STATED,
     GZIP_MARK,
+    Reading,
     Source,
     beginning_of,
     source_in_file,
@@ -65,7 +67,7 @@ def members(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read and check the header of a NIfTI or MGH volume, but not its voxels."""
     files = members(path)
     if volume_suffix(path) in PARTNERS and len(files) == 1 and os.path.isfile(path):

@@ -26,7 +26,7 @@ from unet3d.images.files import ZARR_METADATA, is_store, times
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import NAMES, length_mm, package, whole_spacing
-from unet3d.images.source import Source, unreadable, whole_axes
+from unet3d.images.source import AS_STATED, Reading, Source, unreadable, whole_axes
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import MAX_JSON_BYTES, plain_json, read_json
@@ -172,7 +172,7 @@ def members(path: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([*found, *sorted(files)])) if found else (path,)
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read the metadata of a store, but no voxels."""
     if not os.path.exists(path):
         raise VolumeError(f"there is no file or folder {path}; name a volume")

@@ -20,7 +20,7 @@ from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.images.microscopy import length_mm, package, whole_spacing
-from unet3d.images.source import Source, beginning_of
+from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
 from unet3d.images.tiff_stack import DAMAGED, Plane, Stack, num_pages
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown
@@ -138,7 +138,7 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
             )
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read the descriptions of all pages of a stack, or of a folder of slices, but no voxels."""
     slices = _slices(path) if os.path.isdir(path) else ()
     if slices:
