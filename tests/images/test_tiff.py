@@ -22,6 +22,8 @@ from unet3d.images.geometry import same_grid
 from unet3d.images.image import open_image
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
+from unet3d.images.source import Reading
+from unet3d.inference.evaluation import read_pair
 from unet3d.inference.pairing import find_pairs
 from unet3d.preparation.cache import Cache
 
@@ -163,7 +165,7 @@ def test_an_unknown_spacing_is_said_once_for_a_folder(tmp_path, caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{tmp_path}/a.tif does not state the distance of voxels along X, Y, Z, so 1 mm is taken; "
-        'write {"spacing": [z, y, x]} in mm to a.json beside it'
+        "state it with --spacing"
     )
     caplog.clear()
     path = written(tmp_path / "c.tif", resolution=(100, 50), resolutionunit="centimeter")
@@ -316,7 +318,23 @@ def test_an_unknown_spacing_stays_unknown(tmp_path):
     write_label(tmp_path / "seg.tif", ours(ARRAY)[0], scan.geometry)
     with tifffile.TiffFile(tmp_path / "seg.tif") as tiff:
         assert "PhysicalSize" not in tiff.ome_metadata
-    assert spacing_of(tmp_path / "seg.tif") == (1, 1, 1)
+    assert not open_image(tmp_path / "seg.tif").geometry.has_spacing
+
+
+def test_files_without_a_spacing_are_on_the_grid_of_those_with_one(tmp_path):
+    scan = open_image(written(tmp_path / "scan.tif"))
+    stated = open_image(scan.geometry.path, reading=Reading(spacing_mm=(1e-3, 1e-3, 4e-3)))
+    assert stated.geometry.has_spacing and stated.geometry.spacing_mm == (1e-3, 1e-3, 4e-3)
+    write_label(tmp_path / "seg.tif", ours(ARRAY)[0], stated.geometry)
+    assert same_grid(scan.geometry, open_image(tmp_path / "seg.tif").geometry) is None
+    both = open_image([scan.geometry.path, tmp_path / "seg.tif"])
+    assert both.geometry.spacing_mm == (1e-3, 1e-3, 4e-3) and both.num_channels == 2
+    prediction, label = read_pair(tmp_path / "seg.tif", scan.geometry.path)
+    assert label.geometry.spacing_mm == prediction.geometry.spacing_mm == (1e-3, 1e-3, 4e-3)
+    other = written(tmp_path / "other.tif", ARRAY[:, :-1])
+    assert "shapes 50x40x7 and 50x39x7 differ" in same_grid(
+        scan.geometry, open_image(other).geometry
+    )
 
 
 def test_other_images_are_refused(tmp_path):

@@ -78,6 +78,8 @@ class Geometry:
     is_anatomical: bool = True
     """Whether the file states the orientation of its axes in the patient; if not, it is unknown
     which side is left or right."""
+    has_spacing: bool = True
+    """Whether the file states the spacing; if not, one voxel is the unit."""
     unit: str | None = None
     """Unit of length in a microscope's file, as OME names it; None: one that suits the spacing."""
     nifti_header: Any = field(repr=False)
@@ -208,17 +210,28 @@ def same_grid(a: Geometry, b: Geometry) -> str | None:
     """Return how the grids of two images differ; None if they agree, up to axis order and sign.
 
     Corners may differ by a tenth of the finest spacing, or by the rounding of float32 far from the
-    origin.
+    origin. Only shapes are compared if one of the files states no spacing.
     """
     turn = axes_between(b.affine, a.affine)
     x, y, z = np.argsort(turn[:, 0])
     if a.shape != (b.shape[x], b.shape[y], b.shape[z]):
         return f"shapes {times(a.shape)} and {times(b.shape)} differ"
+    if not (a.has_spacing and b.has_spacing):
+        return None
     affine = b.affine @ nib.orientations.inv_ornt_aff(turn, b.shape)
     apart_mm = _corners_apart_mm(a.affine, affine, a.shape)
     if apart_mm > _tolerance_mm(a.affine, a.shape, a.spacing_mm):
         return f"affines differ, corners lie up to {apart_mm:.3g} mm apart"
     return None
+
+
+def with_spacing_of(geometry: Geometry, other: Geometry) -> Geometry:
+    """Return a geometry; if its file states no spacing, with that of another image of its grid."""
+    if geometry.has_spacing or not other.has_spacing:
+        return geometry
+    shape, affine = (*geometry.shape, geometry.num_channels), np.diag([*other.spacing_mm, 1.0])
+    found = geometry_of_affine(geometry.path, shape, affine, is_anatomical=False)
+    return replace(found, unit=other.unit)
 
 
 def axes_between(source: Affine, target: Affine) -> Orientation:

@@ -19,7 +19,14 @@ from nibabel.volumeutils import apply_read_scaling
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import DICOM, SUFFIXES, format_of, module_of, times
-from unet3d.images.geometry import ONE_GRID, Geometry, Orientation, axes_between, same_grid
+from unet3d.images.geometry import (
+    ONE_GRID,
+    Geometry,
+    Orientation,
+    axes_between,
+    same_grid,
+    with_spacing_of,
+)
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import AS_STATED, Reading, Source
@@ -76,6 +83,8 @@ def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     Its axes are in RAS or, with ``as_stored``, the axes of the first file.
     """
     first = sources[0].geometry
+    for source in sources[1:]:
+        first = with_spacing_of(first, source.geometry)
     target = first.as_stored() if as_stored else first
     channels = []
     for source in sources:

@@ -3,12 +3,16 @@
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Spacing
+import numpy as np
+
 from unet3d.errors import VolumeError
+from unet3d.images.geometry import Geometry, geometry_of_affine
+from unet3d.images.source import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +42,31 @@ def length_mm(number: object, unit_mm: float | None) -> float | None:
     return float(f"{length:.12g}") if 0 < length < math.inf else None
 
 
-def whole_spacing(path: Path, stated_mm: Sequence[float | None], remedy: str) -> Spacing:
-    """Return a spacing along X, Y, Z in which lengths may be unknown (None).
+def placed(
+    path: Path,
+    shape: tuple[int, int, int, int],
+    stated_mm: Sequence[float | None],
+    reading: Reading,
+    *,
+    origin_mm: Sequence[float] = (0.0, 0.0, 0.0),
+    unit: str | None = None,
+) -> Geometry:
+    """Return the geometry of an array (I, J, K, C), whose file states lengths along X, Y, Z.
 
-    They become the finest known one, or 1 mm. A warning ends with ``remedy``; it is given once for
-    all files in a folder.
+    Unknown lengths (None) become the finest known one, or 1 mm. A warning says so once for all
+    files in a folder.
     """
+    stated_mm = reading.spacing_mm or stated_mm
     known = [mm for mm in stated_mm if mm is not None]
-    if len(known) < 3 and (path.parent, bool(known)) not in _warned:
+    has_spacing = len(known) == 3
+    if not has_spacing and (path.parent, bool(known)) not in _warned:
         _warned.add((path.parent, bool(known)))
         unknown = ", ".join(axis for axis, mm in zip("XYZ", stated_mm, strict=True) if mm is None)
         taken = f"{min(known):.6g} mm" if known else "1 mm"
         message = "%s does not state the distance of voxels along %s, so %s is taken; %s"
-        logger.warning(message, path, unknown, taken, remedy)
+        logger.warning(message, path, unknown, taken, "state it with --spacing")
     x, y, z = (min(known, default=1.0) if mm is None else mm for mm in stated_mm)
-    return (x, y, z)
+    affine = np.diag([x, y, z, 1.0])
+    affine[:3, 3] = origin_mm
+    found = geometry_of_affine(path, shape, affine, (x, y, z), is_anatomical=False)
+    return replace(found, unit=unit, has_spacing=has_spacing)

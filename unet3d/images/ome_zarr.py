@@ -10,7 +10,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +23,9 @@ from pydantic import AfterValidator, BaseModel, Field
 from unet3d.errors import VolumeError
 from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import ZARR_METADATA, is_store, times
-from unet3d.images.geometry import Geometry, geometry_of_affine
+from unet3d.images.geometry import Geometry
 from unet3d.images.label_names import HUES
-from unet3d.images.microscopy import NAMES, length_mm, package, whole_spacing
+from unet3d.images.microscopy import NAMES, length_mm, package, placed
 from unet3d.images.source import AS_STATED, Reading, Source, unreadable, whole_axes
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
@@ -178,7 +178,7 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
         raise VolumeError(f"there is no file or folder {path}; name a volume")
     try:
         with _root(path) as node:
-            return _open(path, node)
+            return _open(path, node, reading)
     except VolumeError:
         raise
     except ValueError as error:
@@ -189,7 +189,7 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
         raise unreadable(path, error) from error
 
 
-def _open(path: Path, node: _Node | None) -> Source:
+def _open(path: Path, node: _Node | None, reading: Reading) -> Source:
     if node is None:
         raise VolumeError(
             f"{path} is not a zarr store: it lacks {' or '.join(ZARR_METADATA)}; it is incomplete, "
@@ -222,7 +222,7 @@ def _open(path: Path, node: _Node | None) -> Source:
     )
     if pyramid is not None and array is not node:
         _refuse_uneven(path, node, pyramid)
-    return _source(path, opened, axes, units, scale, translation)
+    return _source(path, opened, axes, units, scale, translation, reading)
 
 
 def _source(
@@ -232,6 +232,7 @@ def _source(
     units: Sequence[str | None],
     scale: npt.NDArray[Any],
     translation: npt.NDArray[Any],
+    reading: Reading,
 ) -> Source:
     """Return an array whose axes have names, units, a scale and a translation."""
     sizes = dict(zip(axes, array.shape, strict=False))
@@ -256,14 +257,12 @@ def _source(
         length_mm(scale[place], one) if is_stated else None
         for place, one in zip(places, unit_mms, strict=True)
     ]
-    spacing_mm = whole_spacing(path, stated_mm, "write a scale and units into its metadata")
-    affine = np.diag([*spacing_mm, 1.0])
-    affine[:3, 3] = _rounded(translation[places] * np.array(unit_mms))
+    origin_mm = _rounded(translation[places] * np.array(unit_mms))
     voxels = ChunkedVoxels(path, array, axes, array.chunks)
     shape = whole_axes(path, voxels.shape)
-    geometry = geometry_of_affine(path, shape, affine, spacing_mm, is_anatomical=False)
     unit = NAMES.get(named[0], named[0]) if is_stated else None
-    return Source(replace(geometry, unit=unit), array.dtype, lambda scratch: voxels)
+    geometry = placed(path, shape, stated_mm, reading, origin_mm=origin_mm, unit=unit)
+    return Source(geometry, array.dtype, lambda scratch: voxels)
 
 
 def _plain_axes(node: _Node) -> list[str]:
@@ -371,7 +370,7 @@ def write_labels(
         logger.warning("%s is written without the rotation of its scan: OME-Zarr has none", path)
     library = _library(f"writing {path}")
     unit = geometry.unit or NAMES[Units.of(geometry.spacing_mm).length]
-    is_known = geometry.unit is not None or set(geometry.spacing_mm) != {1.0}
+    is_known = geometry.has_spacing or set(geometry.spacing_mm) != {1.0}
     axis = {"type": "space"} | ({"unit": unit} if is_known else {})
     one_mm = unit_mm(unit) or 1.0
     spacing = np.array(geometry.spacing_mm)[::-1]

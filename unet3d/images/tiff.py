@@ -14,12 +14,11 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.config import Spacing
 from unet3d.errors import VolumeError, counted, reason_of, some
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
-from unet3d.images.geometry import Geometry, geometry_of_affine
+from unet3d.images.geometry import Geometry
 from unet3d.images.memory_limits import refuse_beyond_memory
-from unet3d.images.microscopy import length_mm, package, whole_spacing
+from unet3d.images.microscopy import length_mm, package, placed
 from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
 from unet3d.images.tiff_stack import DAMAGED, Plane, Stack, num_pages
 from unet3d.images.units import Units, unit_mm
@@ -161,9 +160,7 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     shape = (columns, rows, len(planes), num_channels)
     chunk_bytes = math.prod(planes[0][0].chunk) * num_channels * first.dtype.itemsize
     refuse_beyond_memory(chunk_bytes, f"{path}: reading a strip", "use a machine with more")
-    spacing_mm = _spacing_mm(path, first.stated_mm)
-    affine = np.diag([*spacing_mm, 1.0])
-    geometry = geometry_of_affine(path, shape, affine, spacing_mm, is_anatomical=False)
+    geometry = placed(path, shape, _spacing_mm(path, first.stated_mm), reading)
     stack = Stack(shape, first.dtype, planes)
     return Source(geometry, first.dtype, lambda scratch: stack)
 
@@ -293,7 +290,7 @@ def _decoder(page: Any) -> Any:
     return page
 
 
-def _spacing_mm(path: Path, stated_mm: Sequence[float | None]) -> Spacing:
+def _spacing_mm(path: Path, stated_mm: Sequence[float | None]) -> Sequence[float | None]:
     """Return the spacing that nnU-Net's file states, else the file itself."""
     sidecar = _sidecar(path)
     usage = '{"spacing": [z, y, x]} in mm'
@@ -308,8 +305,7 @@ def _spacing_mm(path: Path, stated_mm: Sequence[float | None]) -> Spacing:
             if len(lengths) != 3 or None in lengths:
                 raise VolumeError(f"{sidecar} has the spacing {shown(found)}; write {usage}")
             stated_mm = lengths[::-1]
-    name = f"{volume_stem(path)}.json"
-    return whole_spacing(path, stated_mm, f"write {usage} to {name} beside it")
+    return stated_mm
 
 
 def _stated_mm(tiff: Any) -> list[float | None]:
@@ -364,7 +360,7 @@ def write_labels(
     metadata: dict[str, Any] = {"axes": "ZYX"}
     if names:
         metadata["MapAnnotation"] = {str(value): name for value, name in names.items()}
-    if set(spacing_mm) != {1.0}:  # else perhaps unknown
+    if geometry.has_spacing or set(spacing_mm) != {1.0}:
         for axis, mm in zip("XYZ", spacing_mm, strict=True):
             metadata[f"PhysicalSize{axis}"] = float(f"{mm / unit.mm:.12g}")
             metadata[f"PhysicalSize{axis}Unit"] = unit.length

@@ -16,7 +16,7 @@ from unet3d.datasets.labels import EVERY_VALUE, Label, ScoredLabels, values_of
 from unet3d.datasets.naming import description_of, read_scored_labels
 from unet3d.errors import ConfigError, DatasetError, VolumeError
 from unet3d.images.files import volume_stem
-from unet3d.images.geometry import same_grid
+from unet3d.images.geometry import same_grid, with_spacing_of
 from unet3d.images.image import open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
@@ -225,7 +225,8 @@ def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelM
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a segmentation with the label map of its own scan"
         )
-    return on_grid_of(label.geometry, prediction), label
+    grid = with_spacing_of(label.geometry, prediction.geometry)
+    return on_grid_of(grid, prediction), replace(label, geometry=grid)
 
 
 def _compare(
