@@ -49,6 +49,7 @@ def open_source(path: Path, reading: Reading = AS_STATED) -> Source:
     format_ = format_of(path)
     if format_ is not None:
         source: Source = module_of(format_).open_file(path, reading)
+        source.reading = reading
         return source
     if not os.path.exists(path):  # pathlib would raise for a long name
         raise VolumeError(f"there is no file or folder {path}; name a volume")
@@ -216,6 +217,24 @@ class Image:
         affine[:3, 3] += affine[:3, :3] @ np.subtract((x, y, z), self._start)
         geometry = replace(self.geometry, shape=shape, affine=affine)
         return Image(self._channels, geometry, (x, y, z))
+
+    @property
+    def levels(self) -> tuple[Shape, ...]:
+        """Voxels along X, Y, Z of each level of a pyramid, the finest first; else empty."""
+        first, *others = (source.levels for source in self._sources)
+        return first if all(one == first for one in others) else ()
+
+    def at_level(self, level: int) -> "Image":
+        """Open another level of a pyramid, cut to the part that this image is."""
+        readings = [(one.path, replace(one.reading, level=level)) for one in self._sources]
+        found = image_of([open_source(*one) for one in readings])
+        whole = self._sources[0].geometry.shape
+        begins = zip(self._start, self.shape[1:], whole, found.shape[1:], strict=True)
+        x, y, z = (
+            slice(start * new // old, -((start + size) * new // -old))
+            for start, size, old, new in begins
+        )
+        return found.cut((x, y, z))
 
     def as_stored(self) -> "Image":
         """Return the whole image, even if this is a part, with its first file's axes as X, Y, Z."""

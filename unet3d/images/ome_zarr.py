@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, Field
 
+from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import ZARR_METADATA, is_store, times
@@ -220,9 +221,10 @@ def _open(path: Path, node: _Node | None, reading: Reading) -> Source:
     opened = library.open_array(
         path, array.path, array.packed, array.inside, array.zarr_format, is_label
     )
+    source = _source(path, opened, axes, units, scale, translation, reading)
     if pyramid is not None and array is not node:
-        _refuse_uneven(path, node, pyramid)
-    return _source(path, opened, axes, units, scale, translation, reading)
+        source.levels = _levels(path, node, pyramid)
+    return source
 
 
 def _source(
@@ -274,25 +276,31 @@ def _plain_axes(node: _Node) -> list[str]:
     return list(map(str, names)) if isinstance(names, list) else list("tczyx"[-num_axes:])
 
 
-def _refuse_uneven(path: Path, group: _Node, pyramid: _Multiscale) -> None:
-    """Refuse levels that do not cover the same volume: one of their spacings must be wrong."""
-    is_space = [axis.name in "xyz" for axis in pyramid.axes]
-    first = None
+def _levels(path: Path, group: _Node, pyramid: _Multiscale) -> tuple[Shape, ...]:
+    """Return the voxels along X, Y, Z of each level, up to one that is missing.
+
+    Levels must cover the same volume; else one of their spacings is wrong.
+    """
+    places = [[axis.name for axis in pyramid.axes].index(name) for name in "xyz"]
+    first, found = None, list[Shape]()
     for level in pyramid.datasets:
         node = group.child(level.path)
         shape = None if node is None or node.array is None else node.array.get("shape")
-        if not isinstance(shape, list) or len(shape) != len(is_space):
-            continue  # only the level that is read must exist
+        if not isinstance(shape, list) or len(shape) != len(pyramid.axes):
+            break  # only the level that is read must exist
         scale, _ = pyramid.placed(level)
-        extent, spacing = (scale * shape)[is_space], scale[is_space]
+        extent, spacing = (scale * shape)[places], scale[places]
         if first is None:
             first = extent
         elif (np.abs(extent - first) > 1.01 * spacing).any():
             raise VolumeError(
                 f"{path} has levels that disagree: level {printable(level.path)} covers "
-                f"{times(extent)}, but the finest {times(first)}; correct the scales in its "
-                "metadata"
+                f"{times(extent[::-1])}, but the finest {times(first[::-1])}; correct the scales "
+                "in its metadata"
             )
+        x, y, z = (int(shape[place]) for place in places)
+        found.append((x, y, z))
+    return tuple(found)
 
 
 def _json(path: Path) -> Any:

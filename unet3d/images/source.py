@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import igzip, isal_zlib
 
-from unet3d.config import Spacing
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import times
 from unet3d.images.geometry import Geometry
@@ -82,6 +82,10 @@ class Source:
     unpacked_bytes: int = 0
     channel_names: tuple[str, ...] = ()
     """Names of the channels that the file states, or none."""
+    levels: tuple[Shape, ...] = ()
+    """Voxels along X, Y, Z of each level of a pyramid, the finest first; other files have none."""
+    reading: Reading = AS_STATED
+    """What users stated when it was opened."""
     scratch: Scratch = field(default_factory=Scratch)
     """Where compressed voxels are unpacked."""
 
