@@ -106,6 +106,6 @@ def test_what_is_no_volume_is_refused(tmp_path):
     (tmp_path / "scan.txt").write_text("no scan")
     said = refusal(tmp_path / "scan.txt", open_image)
     assert "scan.txt has no known file ending" in said and ".nrrd, .mha" in said
-    assert "is a folder without DICOM slices" in refusal(tmp_path, open_image)
+    assert "is a folder without slices" in refusal(tmp_path, open_image)
     (tmp_path / "IM1").write_bytes(bytes(128) + b"DICM")
     assert "IM1 is one DICOM file; name the folder" in refusal(tmp_path / "IM1", open_image)

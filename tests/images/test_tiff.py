@@ -233,6 +233,12 @@ def test_folders_of_slices_are_paired_with_label_maps(tmp_path):
     np.testing.assert_array_equal(read_label(folder).array, read_label(seg).array)
 
 
+def test_names_of_slices_may_have_their_depth(tmp_path):
+    for number, plane in enumerate(ARRAY):
+        written(tmp_path / f"slice_{number}_z={9.5 + 0.3 * number:.4f}um.tif", plane)
+    np.testing.assert_array_equal(read_image(tmp_path), ours(ARRAY))
+
+
 def test_other_folders_are_not_volumes(tmp_path):
     written(tmp_path / "a.tif")
     written(tmp_path / "b.tif")
@@ -254,10 +260,10 @@ def test_folders_of_other_slices_are_refused(tmp_path):
     assert "two of one number" in refusal(folder)
     folder = slices_in(tmp_path / "channels", "z{}_c0.tif")
     written(folder / "z8_c1.tif", ARRAY[0])
-    assert "do not differ in one number alone" in refusal(folder)
+    assert "two of one number: z8_c1.tif comes after z8_c0.tif" in refusal(folder)
     folder = slices_in(tmp_path / "names")
     written(folder / "overview.tif", ARRAY[0])
-    assert "do not differ in one number alone" in refusal(folder)
+    assert "names differ in more than numbers" in refusal(folder)
     folder = slices_in(tmp_path / "sizes")
     written(folder / "z15.tif", ARRAY[0, :30])
     text = "z15.tif has 1 page of 30x50x1 uint8, but z8.tif has 1 page of 40x50x1 uint8; slices"

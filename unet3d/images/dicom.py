@@ -60,7 +60,9 @@ def open_file(folder: Path, reading: Reading = AS_STATED) -> Source:
     try:
         files = members(folder)
         if files == (folder,):
-            raise VolumeError(f"{folder} is a folder without DICOM slices; name a volume")
+            raise VolumeError(
+                f"{folder} is a folder without slices (DICOM, or TIFFs of one page); name a volume"
+            )
         _refuse_lost_slices(folder, files)
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error

@@ -113,7 +113,10 @@ def _natural(name: str) -> list[Any]:
 
 
 def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
-    """Refuse names that do not number slices evenly: of several channels, or with a gap."""
+    """Refuse names that do not number slices evenly: of several channels, or with a gap.
+
+    Further numbers, such as the depth in ``slice_0767_z=8.5521um.tif``, may differ.
+    """
     names = [_natural(path.name) for path in slices]
     differing = {
         place
@@ -122,9 +125,9 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
         if one[place : place + 1] != names[0][place : place + 1]
     }
     place = min(differing)
-    if len(differing) > 1 or place % 2 == 0:
+    if any(number % 2 == 0 for number in differing):
         raise VolumeError(
-            f"{folder} holds slices whose names do not differ in one number alone, such as "
+            f"{folder} holds slices whose names differ in more than numbers, such as "
             f"{slices[0].name} and {slices[-1].name}; keep the slices of one channel in it, "
             "numbered in their order"
         )
@@ -133,7 +136,8 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
         if step != min(steps) or step == 0:
             raise VolumeError(
                 f"{folder} lacks a slice, or has two of one number: {after.name} comes after "
-                f"{before.name}; add the slice, or number all in even steps"
+                f"{before.name}; add the slice, or keep one channel in the folder, numbered in "
+                "even steps"
             )
 
 
