@@ -87,6 +87,20 @@ def test_scratch_files_change_nothing_and_are_gone(predicting):
     assert not names_in("disk")
 
 
+def test_large_labels_are_in_a_file_beside_the_result(predicting, monkeypatch, capsys):
+    path = write_volume(Path("a.nii.gz"), scan_array((30, 20, 19)))
+    arguments = (*predicting, path, *ALL_RESULTS, "-o")
+    assert run(*arguments, "memory") == 0
+    monkeypatch.setattr(prediction, "LARGE_BYTES", 1000)
+    assert run(*arguments, "out") == 0
+    assert contents("out") == contents("memory") and len(contents("out")) == 4
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    line = refusal(capsys, *predicting, path, "-o", "new/folder")
+    assert line.startswith(f"Error: {path}: its segmentation takes 11.13 KiB of ")
+    assert line.endswith("folder: No space left on device; name another folder with --scratch")
+    assert not names_in("new/folder")
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

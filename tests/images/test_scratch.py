@@ -13,7 +13,7 @@ from tests import warm
 from tests.faults import small_disk
 from tests.resident import resident_kib
 from unet3d.errors import VolumeError
-from unet3d.images.scratch import Scratch, forget_pages, new_mapped
+from unet3d.images.scratch import Scratch, forget_pages, new_mapped, parts
 from unet3d.memory import host
 
 SHAPE = (30, 20, 10)
@@ -103,6 +103,32 @@ def test_memory_that_is_not_there_is_refused(tmp_path, monkeypatch):
     with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*predict --scratch DIR"):
         Scratch().empty((2**19,), "<i2", "a scan")
     assert Scratch(tmp_path).empty((2**19,), "<i2", "a scan").shape == (2**19,)
+
+
+def test_small_arrays_may_stay_in_memory_and_large_ones_have_a_file(tmp_path):
+    scratch = Scratch(tmp_path, in_memory_bytes=1000)
+    assert not isinstance(scratch.empty((10, 10, 10), "u1", "labels"), np.memmap)
+    assert isinstance(scratch.empty((10, 10, 11), "u1", "labels"), np.memmap)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_parts_cover_an_array_in_its_memory_order_and_leave_no_pages(order, tmp_path):
+    array = Scratch(tmp_path).empty((40, 100, 1024), "u1", "labels", order)
+    array[...] = 1
+    forget_pages(array)
+    seen = array.transpose(1, 2, 0)[::-1]
+    axis, most = (2, 0) if order == "C" else (1, 0)
+    for part in parts(seen, part_bytes=2**19):
+        assert seen[part].size <= 2**19
+        seen[part] += 1
+        most = max(most, resident_kib(tmp_path))
+        whole = [(0, size) for size in seen.shape]
+        assert [(s.start, s.stop) == w for s, w in zip(part, whole, strict=True)].count(False) == 1
+        assert (part[axis].start, part[axis].stop) != whole[axis]
+    assert (array == 2).all()
+    assert most < 1000
+    empty = np.zeros((3, 0, 2))
+    assert [empty[part].size for part in parts(empty)] in ([0], [])
 
 
 @pytest.mark.parametrize("kind", ["scratch", "new", "read"])

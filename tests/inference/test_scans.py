@@ -90,6 +90,21 @@ def test_statistics_are_those_of_numpy(tmp_path):
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
 
 
+def test_statistics_of_several_parts_are_those_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("unet3d.images.image.PIECE_VOXELS", 100)
+    array = 1e4 + noise((16, 15, 14))
+    path = write_volume(tmp_path / "scan.nii.gz", array.astype(np.float32))
+    labels = np.random.default_rng(0).integers(0, 3, array.shape).astype(np.uint8)
+    labels[:, :, 3:9] = 0
+    found = label_statistics(labels, open_image(path), {1: "one", 2: "two"})
+    for name, value in (("one", 1), ("two", 2)):
+        inside = array.astype(np.float32)[labels == value].astype(np.float64)
+        assert found[name]["num_voxels"] == inside.size
+        expected = {"mean": inside.mean(), "standard_deviation": inside.std()}
+        expected |= {"minimum": inside.min(), "maximum": inside.max()}
+        assert found[name]["intensity"] == [pytest.approx(expected, rel=1e-9)]
+
+
 def test_statistics_take_no_memory_by_the_value_of_a_label(tmp_path):
     """Label values may be large, such as the registry numbers of Allen's atlas."""
     path = write_volume(tmp_path / "scan.nii.gz", noise((6, 5, 4)))

@@ -17,6 +17,7 @@ from unet3d.images.files import WRITTEN_SUFFIXES, can_be_written, format_of, mod
 from unet3d.images.geometry import RAS, Geometry, axes_between
 from unet3d.images.image import open_source
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
+from unet3d.images.scratch import LARGE_BYTES, parts
 from unet3d.images.source import AS_STATED, Reading
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
@@ -114,13 +115,17 @@ def write_label(
 def stored_labels(labels: npt.NDArray[Any], geometry: Geometry) -> npt.NDArray[Any]:
     """Return labels (X, Y, Z) in RAS with the axes of the image's file, of the smallest type.
 
-    Raises ValueError if the shape differs from the image's, or values are not labels.
+    Large labels are not copied, so they keep their type. Raises ValueError if the shape differs
+    from the image's, or values are not labels.
     """
     if labels.shape != geometry.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")
-    if labels.dtype.kind not in "bui" or labels.min() < 0:
-        raise ValueError(f"labels of type {labels.dtype}, {labels.min()} to {labels.max()}")
-    return geometry.as_in_file(labels.astype(_smallest_type(labels), copy=False))
+    lowest, highest = _extremes(labels)
+    if labels.dtype.kind not in "bui" or lowest < 0:
+        raise ValueError(f"labels of type {labels.dtype}, {lowest} to {highest}")
+    if labels.nbytes <= LARGE_BYTES:
+        labels = labels.astype(np.min_scalar_type(highest), copy=False)
+    return geometry.as_in_file(labels)
 
 
 def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -138,8 +143,13 @@ def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return rounded
 
 
+def _extremes(labels: npt.NDArray[Any]) -> tuple[int, int]:
+    ends = [(int(labels[part].min()), int(labels[part].max())) for part in parts(labels)]
+    return min(low for low, _ in ends), max(high for _, high in ends)
+
+
 def _smallest_type(labels: npt.NDArray[Any]) -> np.dtype[Any]:
-    lowest, highest = int(labels.min()), int(labels.max())
+    lowest, highest = _extremes(labels)
     if lowest >= 0:
         return np.dtype(np.min_scalar_type(highest))
     # The negative number that needs the same signed type as the highest label.

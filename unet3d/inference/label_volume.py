@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
-from unet3d.images.scratch import Scratch, forget_pages, new_mapped
+from unet3d.images.scratch import Scratch, forget_pages, new_mapped, parts
 from unet3d.inputs.ahead import ahead
 from unet3d.preparation.transform import Preprocessing, classes_of
 
@@ -83,7 +83,8 @@ class LabelVolume(SlabSink):
         self.array: npt.NDArray[Any] = geometry.in_ras(stored)
         """Shape (X, Y, Z)."""
         if self.array[box].shape != geometry.shape:
-            stored[...] = values[0]
+            for part in parts(stored):
+                stored[part] = values[0]
         is_index = bool((values == np.arange(len(values))).all())
         convert = (lambda classes: classes) if is_index else values.__getitem__
         super().__init__(self.array[box], convert)

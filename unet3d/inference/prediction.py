@@ -34,7 +34,7 @@ from unet3d.errors import (
 )
 from unet3d.images.image import Image
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.scratch import Scratch
+from unet3d.images.scratch import LARGE_BYTES, Scratch
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
@@ -45,6 +45,7 @@ from unet3d.inference.scans import (
     Scan,
     ScansAhead,
     label_statistics,
+    make_folder_of,
     result_file,
     write_segmentation,
     write_statistics,
@@ -264,6 +265,7 @@ class _Job:
                     refuse_existing(scan, request)
                     # With --continue, some results may exist, perhaps of another network.
                     replaces = any(map(os.path.lexists, scan.results(request)))
+                make_folder_of(scan.output)
                 if request.probabilities:
                     npy = new(scan.beside("probabilities"))
                 self._progress.stage("reading")
@@ -275,7 +277,10 @@ class _Job:
                 self._group.note(done, f"window {done} of {scan.images[0]}")
 
             self._together.from_first(begin, shares_errors=True)
-            labels = predictor.segment(image, windows_done, self._scratch, npy)
+            scratch = self._scratch
+            if scratch.is_memory:
+                scratch = Scratch(scan.output.absolute().parent, LARGE_BYTES)
+            labels = predictor.segment(image, windows_done, scratch, npy)
             if image is None:  # only the first rank has it
                 return
             found = label_statistics(labels, image, names) if request.statistics else None

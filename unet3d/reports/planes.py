@@ -1,7 +1,7 @@
 """The three planes through the largest structure of a label map, and their visible part.
 
-Arrays are ``(X, Y, Z)``. Only single planes are read, so arrays may be memory-mapped files larger
-than the memory.
+Arrays are ``(X, Y, Z)``. Only some planes are read at once, so arrays may be memory-mapped files
+larger than the memory.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from unet3d.images.scratch import parts
 
 MARGIN = 0.15
 """Margin around the structures on either side, as a share of their extent."""
@@ -49,38 +51,32 @@ class Survey:
 
 
 def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
-    """Return the positions of structures, reading a label map plane by plane."""
+    """Return the positions of structures, reading a label map twice, part by part."""
     shape = labels.shape
     values = np.array(sorted({value for one in structures for value in one.values}), np.int64)
-    counts = np.zeros((shape[0], len(values)), np.int64)
+    counts = np.zeros(len(values), np.int64)
     filled = [np.zeros(size, bool) for size in shape]
-    for x in range(shape[0]):
-        plane = np.asarray(labels[x])
+    for part in parts(labels):
+        plane = np.asarray(labels[part])
         inside = np.isin(plane, values)
-        filled[1] |= inside.any(axis=1)
-        filled[2] |= inside.any(axis=0)
+        for axis, there in enumerate(filled):
+            there[part[axis]] |= inside.any(axis=_others(axis))
         found = np.searchsorted(values, plane[inside])
-        counts[x] = np.bincount(found, minlength=len(values))
-    filled[0][:] = counts.any(axis=1)
-    areas_x = [
-        counts[:, np.searchsorted(values, one.values)].sum(axis=1) for one in structures
-    ]  # for each structure, voxels in each plane of constant X
-    num_voxels = tuple(int(areas.sum()) for areas in areas_x)
+        counts += np.bincount(found, minlength=len(values))
+    num_voxels = tuple(int(counts[np.searchsorted(values, one.values)].sum()) for one in structures)
     if not any(num_voxels):
         middle = (shape[0] // 2, shape[1] // 2, shape[2] // 2)
         return Survey(num_voxels=num_voxels, largest=None, position=middle, box=None)
     largest = int(np.argmax(num_voxels))
-    areas_y, areas_z = np.zeros(shape[1], np.int64), np.zeros(shape[2], np.int64)
-    for x in np.flatnonzero(areas_x[largest]).tolist():
-        inside = np.isin(labels[x], structures[largest].values)
-        areas_y += inside.sum(axis=1)
-        areas_z += inside.sum(axis=0)
+    areas = [np.zeros(size, np.int64) for size in shape]
+    for part in parts(labels):
+        inside = np.isin(labels[part], structures[largest].values)
+        for axis, area in enumerate(areas):
+            area[part[axis]] += inside.sum(axis=_others(axis))
     x_box, y_box, z_box = (_ends(there) for there in filled)
+    x, y, z = (_fullest(area) for area in areas)
     return Survey(
-        num_voxels=num_voxels,
-        largest=largest,
-        position=(_fullest(areas_x[largest]), _fullest(areas_y), _fullest(areas_z)),
-        box=(x_box, y_box, z_box),
+        num_voxels=num_voxels, largest=largest, position=(x, y, z), box=(x_box, y_box, z_box)
     )
 
 
@@ -96,6 +92,10 @@ def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, 
         begin = min(max((first + last - wanted) // 2, 0), size - wanted)
         shown.append((begin, begin + wanted))
     return shown[0], shown[1], shown[2]
+
+
+def _others(axis: int) -> tuple[int, ...]:
+    return tuple(other for other in range(3) if other != axis)
 
 
 def _ends(there: npt.NDArray[np.bool_]) -> Ends:

@@ -91,17 +91,16 @@ def _tried(
     counts = [_counts(prediction, label, counted, one) for one in labels]
     found = [[_dice(one) for one in counts]]
     for candidate in candidates:
-        dice = list(found[0])
-        removed = small_components(prediction, candidate)
-        if removed is not None:
-            box, mask = removed
+        left = list(counts)
+        for box, mask in small_components(prediction, candidate):
             if counted is not None:
                 mask = mask & counted[box]
             lost = prediction[box][mask], label[box][mask], None
             for index, one in enumerate(labels):
                 if not set(candidate).isdisjoint(values_of(one)):
                     both, predicted, _ = _counts(*lost, one)
-                    dice[index] = _dice(counts[index] - np.array([both, predicted, 0]))
+                    left[index] = left[index] - np.array([both, predicted, 0])
+        dice = [_dice(one) for one in left]
         found.append(dice)
     return found
 
