@@ -299,6 +299,31 @@ def test_labels_are_written_as_ome_tiff(tmp_path):
     np.testing.assert_array_equal(read_label(path).array, labels)
 
 
+@pytest.mark.parametrize("unit", ["nm", "micron", ""])
+def test_labels_of_an_imagej_scan_are_written_as_imagej_does(tmp_path, unit):
+    metadata = {"axes": "ZYX", "spacing": 25.5, "unit": unit} if unit else {"axes": "ZYX"}
+    resolution = {"resolution": (0.1, 0.2)} if unit else {}
+    path = written(tmp_path / "scan.tif", imagej=True, metadata=metadata, **resolution)
+    scan, labels = open_image(path), (ours(ARRAY)[0] > 100).astype(np.uint16)
+    for highest in (1, 255, 256):
+        labels[0, 0, 0] = highest
+        write_label(tmp_path / "seg.tif", labels, scan.geometry, names={1: "wall", highest: "µ x"})
+        with tifffile.TiffFile(tmp_path / "seg.tif") as tiff:
+            assert tiff.is_imagej and {page.compression for page in tiff.pages} == {8}
+            np.testing.assert_array_equal(tiff.asarray(), labels.T)
+            if highest < 256:  # black, red, green, blue
+                assert (tiff.pages[0].colormap[:, :4] // 256).T.tolist() == [
+                    *([0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 255])
+                ]
+        np.testing.assert_array_equal(read_label(tmp_path / "seg.tif").array, labels)
+        found = open_image(tmp_path / "seg.tif").geometry
+        assert found.spacing_mm == pytest.approx(scan.geometry.spacing_mm, rel=1e-6)
+        assert read_label_names(tmp_path / "seg.tif") == {1: "wall"} | {highest: "µ x"}
+    write_label(tmp_path / "seg.tif", labels.astype(np.uint32) * 2**10, scan.geometry)
+    with tifffile.TiffFile(tmp_path / "seg.tif") as tiff:
+        assert tiff.is_ome
+
+
 def test_units_suit_the_spacing(tmp_path):
     for spacing_mm, unit in ((2e-4, "µm"), (0.5, "mm")):
         nib.save(nib.Nifti1Image(ARRAY.T, np.diag([*[spacing_mm] * 3, 1])), tmp_path / "scan.nii")

@@ -1,4 +1,4 @@
-"""Opens TIFF stacks, OME-TIFF, ImageJ's files and folders of slices; writes labels as OME-TIFF."""
+"""Opens TIFF stacks, OME-TIFF, ImageJ's files and folders of slices; writes labels as TIFF."""
 
 import logging
 import math
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from unet3d.errors import VolumeError, counted, reason_of, some
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry
+from unet3d.images.label_names import HUES
 from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.images.microscopy import length_mm, package, placed
 from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
@@ -35,6 +36,9 @@ MAX_SLICE_BYTES = 2**32
 
 BUFFER_BYTES = 512
 """Bytes read at once from the descriptions of pages, which may lie between voxels."""
+
+MAX_IMAGEJ_BYTES = 2**31
+"""More voxels than this, and a file may exceed the 4 GiB of ImageJ's format."""
 
 RESOLUTION_MM = {2: 25.4, 3: 10.0}
 """TIFF's units of resolution, inch and centimetre, in mm."""
@@ -343,10 +347,12 @@ def label_names(path: Path) -> dict[int, str]:
     """Return the names of label values that :func:`write_labels` wrote, if there are any."""
     with suppress(VolumeError, ElementTree.ParseError), _tiff(path) as tiff:
         pairs = ElementTree.fromstring(tiff.ome_metadata or "<OME/>").iter()
-        named = {one.get("K", ""): one.text for one in pairs if one.tag.endswith("}M")}
+        named = [(one.get("K", ""), one.text or "") for one in pairs if one.tag.endswith("}M")]
+        note = str((tiff.imagej_metadata or {}).get("Info"))
+        named += re.findall(r"^label (\d+): (.+)$", note, re.MULTILINE)
         return {
             int(value): printable(name)
-            for value, name in named.items()
+            for value, name in named
             if value.isdecimal() and int(value) and name
         }
     return {}
@@ -355,27 +361,50 @@ def label_names(path: Path) -> dict[int, str]:
 def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
-    """Write labels (I, J, K) as an OME-TIFF with the spacing of a scan."""
+    """Write labels (I, J, K) with the spacing of a scan: as OME-TIFF, or as ImageJ if it is so.
+
+    ImageJ does not read the spacing of OME-TIFF, and shows small numbers without a palette black.
+    """
     tifffile = package("tifffile", f"writing {path}")
     if stored.dtype.itemsize > 4:
         raise VolumeError(f"cannot write {path}: TIFF has no labels above {2**32 - 1}; use .nii.gz")
     spacing_mm = geometry.as_stored().spacing_mm
     unit = Units.of(spacing_mm)
-    metadata: dict[str, Any] = {"axes": "ZYX"}
-    if names:
-        metadata["MapAnnotation"] = {str(value): name for value, name in names.items()}
-    if geometry.has_spacing or set(spacing_mm) != {1.0}:
-        for axis, mm in zip("XYZ", spacing_mm, strict=True):
-            metadata[f"PhysicalSize{axis}"] = float(f"{mm / unit.mm:.12g}")
-            metadata[f"PhysicalSize{axis}Unit"] = unit.length
+    x, y, z = (float(f"{mm / unit.mm:.12g}") for mm in spacing_mm)
+    is_known = geometry.has_spacing or set(spacing_mm) != {1.0}
     planes = stored.T
+    metadata: dict[str, Any] = {"axes": "ZYX"}
+    if planes.itemsize < 4 and planes.nbytes < MAX_IMAGEJ_BYTES and _is_of_imagej(geometry.path):
+        options: dict[str, Any] = {"imagej": True}
+        metadata["Info"] = "".join(f"label {value}: {name}\n" for value, name in names.items())
+        if is_known:
+            options["resolution"] = (1 / x, 1 / y)
+            metadata |= {"unit": unit.length.replace("µ", "u"), "spacing": z}
+        if planes.itemsize == 1:
+            colours = np.array([hue.split() for hue in HUES], float) * (2**16 - 1)
+            palette = np.vstack([np.zeros((1, 3)), np.resize(colours, (255, 3))]).T
+            options |= {"photometric": "palette", "colormap": palette.astype(np.uint16)}
+    else:
+        options = {"ome": True, "photometric": "minisblack"}
+        if names:
+            metadata["MapAnnotation"] = {str(value): name for value, name in names.items()}
+        if is_known:
+            metadata |= {"PhysicalSizeX": x, "PhysicalSizeY": y, "PhysicalSizeZ": z}
+            metadata |= {f"PhysicalSize{axis}Unit": unit.length for axis in "XYZ"}
     tifffile.imwrite(
         path,
         (np.ascontiguousarray(plane) for plane in planes),
         shape=planes.shape,
         dtype=planes.dtype,
-        ome=True,
-        photometric="minisblack",
         compression="zlib",
         metadata=metadata,
+        **options,
     )
+
+
+def _is_of_imagej(path: Path) -> bool:
+    """Return whether a file is a stack that ImageJ saved, or describes as ImageJ does."""
+    if volume_suffix(path) in TIFF.suffixes and os.path.isfile(path):
+        with suppress(VolumeError), _tiff(path) as tiff:
+            return bool(tiff.is_imagej)
+    return False
