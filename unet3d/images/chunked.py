@@ -13,14 +13,16 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import times
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 
-KEPT_BYTES = 2**29
-"""Most bytes of unpacked chunks to keep for the next planes of a volume read plane by plane."""
+KEPT_BYTES = 2**27
+"""Most bytes of unpacked chunks to keep for the next planes of a volume that is read in thin slabs:
+enough for planes of 1000x1000 voxels of a byte in chunks of 128."""
 
 
 class ChunkedVoxels:
     """An array (I, J, K, C) over an array of a library, whose axes have names such as ``tczyx``.
 
-    Axes other than x, y, z and c have a size of 1. Consecutive planes unpack their chunks once.
+    Axes other than x, y, z and c have a size of 1. Consecutive planes along any axis unpack their
+    chunks once.
     """
 
     def __init__(self, path: Path, array: Any, axes: Sequence[str], chunks: Sequence[int]) -> None:
@@ -30,9 +32,10 @@ class ChunkedVoxels:
         self.shape = tuple(1 if place is None else sizes[place] for place in places)
         self.dtype = array.dtype
         self._path, self._array, self._places = path, array, places
-        spatial = [place for place in places[:3] if place is not None and sizes[place] > 1]
-        self._slowest = min(spatial, default=0)
-        self._chunk = min(int(chunks[self._slowest]), sizes[self._slowest])
+        self._chunks = [min(int(chunk), size) for chunk, size in zip(chunks, sizes, strict=True)]
+        x, y, z = (1 if place is None else self._chunks[place] for place in places[:3])
+        self.chunks = (x, y, z)
+        """Voxels along X, Y, Z of a chunk."""
         self._lock = Lock()
         self._kept: tuple[list[slice], npt.NDArray[Any]] | None = None
         refuse_beyond_memory(
@@ -57,8 +60,10 @@ class ChunkedVoxels:
 
     def _planes(self, box: list[slice]) -> npt.NDArray[Any]:
         """Return a box of the array; of a few planes, their whole chunks are unpacked and kept."""
-        axis, chunk = self._slowest, self._chunk
-        planes = box[axis]
+        shares = [(part.stop - part.start) / n for part, n in zip(box, self._chunks, strict=True)]
+        spatial = [place for place in self._places[:3] if place is not None]
+        axis = min(spatial, key=lambda place: (shares[place], place), default=0)
+        planes, chunk = box[axis], self._chunks[axis]
         first = planes.start // chunk * chunk
         layer = [*box]
         layer[axis] = slice(first, min(first + chunk, self._array.shape[axis]))

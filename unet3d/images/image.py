@@ -4,6 +4,7 @@ Voxels keep their stored type until they are read. So a scan of 16-bit numbers t
 of float32, and a mapped file takes none.
 """
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,15 @@ class _Channel:
     source: Source
     number: int
     orientation: Orientation
+
+    @property
+    def chunk(self) -> Shape | None:
+        """Voxels along X, Y, Z of the chunks of the file; None: it has none."""
+        chunk = getattr(self.source.voxels(), "chunks", None)
+        if chunk is None:
+            return None
+        x, y, z = (chunk[int(place)] for place in np.argsort(self.orientation[:, 0]))
+        return x, y, z
 
     def stored(self, box: Box) -> npt.NDArray[Any]:
         """Return the stored, unscaled numbers in a box of the whole image, (X, Y, Z)."""
@@ -250,11 +260,32 @@ class Image:
         return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
 
     def pieces(self) -> Iterator[Box]:
-        """Yield boxes of whole planes that cover the image, in the memory order of its file."""
+        """Yield boxes that cover the image: of whole planes in the memory order of its file.
+
+        Of an image in chunks, they are whole chunks or, one after the other, the planes of a large
+        chunk, so that each chunk is unpacked once.
+        """
+        chunk = self._channels[0].chunk
+        if chunk is not None:
+            yield from self._boxes_of_chunks(chunk)
+            return
         axis, shape = self.slowest_axis, self.shape[1:]
         num_planes = max(1, PIECE_VOXELS // max(1, math.prod(shape) // shape[axis]))
         for first in range(0, shape[axis], num_planes):
             yield self.planes(axis, slice(first, min(first + num_planes, shape[axis])))
+
+    def _boxes_of_chunks(self, chunk: Shape) -> Iterator[Box]:
+        sides, parts = list(chunk), []
+        for axis, (start, size) in enumerate(zip(self._start, self.shape[1:], strict=True)):
+            # Several small chunks make one box.
+            most = min(PIECE_VOXELS // math.prod(sides), -(-size // chunk[axis]))
+            sides[axis] = side = chunk[axis] * max(1, most)
+            ends = [0, *range(side - start % side, size, side), size]
+            parts.append([slice(*pair) for pair in itertools.pairwise(ends)])
+        num_planes = max(1, 2 * PIECE_VOXELS // (sides[0] * sides[1]))
+        for z, y, x in itertools.product(*reversed(parts)):
+            for first in range(z.start, z.stop, num_planes):
+                yield x, y, slice(first, min(first + num_planes, z.stop))
 
     def planes(self, axis: int, planes: slice) -> Box:
         """Return the box of consecutive planes along an axis."""
