@@ -33,7 +33,7 @@ def test_names():
         assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
         assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
         assert can_be_written(Path(f"SCAN{suffix.upper()}")) == suffix.endswith(
-            (".nii", ".nii.gz", ".tif", ".tiff", ".zarr")
+            (".nii", ".nii.gz", ".tif", ".tiff", ".zarr", ".h5", ".hdf5")
         )
     for name in ("scan.txt", "scan.nii.txt", "nii", "scan.gz"):
         assert not is_volume_file(Path(name))

@@ -164,7 +164,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
     refuses(
-        scans[:1], "results.v2: a segmentation ends in .nii.gz or .nii or .* or .zarr; name", output
+        scans[:1], "results.v2: a segmentation ends in .nii.gz or .nii or .* or .hdf5; name", output
     )
     for name in ("results.v2", "results.nii.gz"):
         (scan,) = found_of(scans[:1], f"{tmp_path / name}/", 1).to_segment
@@ -186,13 +186,13 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         (
             [a],
             tmp_path / "out.mgz",
-            r"ends in .nii.gz or .nii or .tif or .tiff or .ome.zarr or .zarr; name such a file",
+            r"ends in .nii.gz or .nii or .tif or .tiff or .* or .hdf5; name such a file",
         ),
         ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
         (
             [pair],
             tmp_path / "out.txt",
-            r"ends in .nii.gz or .nii or .tif or .tiff or .ome.zarr or .zarr; name such a file",
+            r"ends in .nii.gz or .nii or .tif or .tiff or .* or .hdf5; name such a file",
         ),
         ([run], None, "run holds no volumes to segment; name the run with --checkpoint"),
         ([tmp_path / "other/empty"], None, "other/empty holds no volumes to segment; known: .nii"),

@@ -38,7 +38,7 @@ from unet3d.datasets.folds import (
 from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
-from unet3d.images.files import SUFFIXES, volume_stem
+from unet3d.images.files import SUFFIXES, file_of, volume_stem
 from unet3d.inputs.plain_data import is_printable, shown
 
 logger = logging.getLogger(__name__)
@@ -270,9 +270,10 @@ class _Description:
 
     def _name_of(self, label: Path) -> str:
         """Return the name of a case, which also names its results in a run."""
-        place = Path(os.path.normpath(label))
+        file = file_of(label)
+        place = Path(os.path.normpath(file))
         if not place.is_relative_to(self.root):  # links may hide that it is inside
-            place = Path(os.path.realpath(label.parent), label.name)
+            place = Path(os.path.realpath(file.parent), file.name)
         above = self.root if place.is_relative_to(self.root) else Path(place.anchor)
         *folders, _ = place.relative_to(above).parts
         if folders[:1] == ["labelsTr"]:

@@ -18,6 +18,7 @@ import numpy as np
 from unet3d.datasets.folds import read_description
 from unet3d.datasets.labels import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region, ScoredLabels
 from unet3d.errors import ConfigError, DatasetError, counted, some
+from unet3d.images.files import file_of
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
@@ -156,7 +157,9 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
         len(label_maps),
     )
     found: set[int] = {0}
-    for label_map in filter(os.path.lexists, label_maps):  # missing ones are reported later
+    for label_map in label_maps:
+        if not os.path.lexists(file_of(label_map)):  # is reported later
+            continue
         found.update(np.unique(read_label(label_map).array).tolist())
         if len(found) > MAX_CLASSES:
             raise DatasetError(

@@ -4,6 +4,7 @@ Upper and lower case do not matter in endings: ``SCAN.NII.GZ``, ``scan.hdr`` wit
 """
 
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +49,17 @@ ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), True, 
 
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
 
+HDF5 = Format("hdf5", (".h5", ".hdf5", ".hdf"), written=(".h5", ".hdf5"), writer="h5py")
+"""A file with one volume, or a dataset in a file: ``scan.h5:/raw``, or ``scan.h5/raw``."""
+
+DATASET = re.compile(r"(.+?\.(?:h5|hdf5|hdf))(:/*|/+)(.+)", re.IGNORECASE | re.DOTALL)
+
 FORMATS = (
     NIFTI,
     Format("itk", (".nrrd", ".mha", ".mhd")),
     TIFF,
     ZARR,
+    HDF5,
     Format("ome_zarr", (".ome.zarr.zip", ".zarr.zip"), written=ZARR.written),
     DICOM,
 )
@@ -61,9 +68,22 @@ SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes)
 WRITTEN_SUFFIXES = tuple(dict.fromkeys(suffix for one in FORMATS for suffix in one.written))
 
 
+def file_and_dataset(path: Path) -> tuple[Path, str]:
+    """Return the file of a volume, and the name of a dataset in it, which is usually empty."""
+    match = DATASET.fullmatch(str(path))
+    if match is None or (match[2][0] != ":" and not os.path.isfile(match[1])):
+        return path, ""
+    return Path(match[1]), match[3]
+
+
+def file_of(path: Path) -> Path:
+    """Return the file or folder that holds a volume: ``scan.h5`` for ``scan.h5:/raw``."""
+    return file_and_dataset(path)[0]
+
+
 def volume_suffix(path: Path) -> str:
     """Return the ending of a volume file in lower case; empty for any other file."""
-    name = path.name.lower()
+    name = file_of(path).name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
@@ -140,9 +160,9 @@ def volume_stem(path: Path) -> str:
 
     A folder of DICOM slices has no ending: ``1.2.840`` is its whole name.
     """
-    suffix = volume_suffix(path)
+    suffix, file = volume_suffix(path), file_of(path)
     if suffix:
-        return path.name[: -len(suffix)]
+        return file.name[: -len(suffix)]
     return path.name if os.path.isdir(path) else path.stem
 
 

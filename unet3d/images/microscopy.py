@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from unet3d.config import Spacing
 from unet3d.errors import VolumeError
+from unet3d.images.files import file_of, times
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.source import Reading
+from unet3d.inputs.plain_data import printable
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,42 @@ def package(name: str, what: str) -> Any:
         raise VolumeError(
             f"{what} needs {name}: pip install 'unet3d-parallel[microscopy]'"
         ) from error
+
+
+def named_axes(
+    path: Path, shape: Sequence[int], stated: Sequence[str], reading: Reading
+) -> tuple[str, ...]:
+    """Return the names of the axes of an array, as users state them, or else its file.
+
+    They include x, y and z; of others than t and c there is only one position.
+    """
+    axes = tuple(reading.axes or stated)
+    sizes = dict(zip(axes, shape, strict=False))
+    if len(axes) != len(shape) or len(sizes) < len(axes) or not {*"zyx"} <= sizes.keys():
+        raise VolumeError(
+            f"{path} has {len(shape)} axes ({times(shape)}), named {printable(','.join(axes))}; a "
+            "volume needs z, y and x, each once: name all axes with --axes, such as czyx"
+        )
+    for name, size in sizes.items():
+        if name not in (*"tczyx",) and size > 1:
+            raise VolumeError(
+                f"{path} has {size} positions along its axis {printable(name)}; if they are points "
+                "in time or channels, name it t or c with --axes"
+            )
+    return axes
+
+
+def point_in_time(path: Path, number: int, reading: Reading) -> int:
+    """Return which of a number of points in time to read."""
+    if number > 1 and reading.time is None:
+        raise VolumeError(
+            f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}"
+        )
+    if not 0 <= (reading.time or 0) < number:
+        raise VolumeError(
+            f"{path} has no point in time {reading.time}; --time may be 0 to {number - 1}"
+        )
+    return reading.time or 0
 
 
 def length_mm(number: object, unit_mm: float | None) -> float | None:
@@ -59,8 +98,9 @@ def placed(
     stated_mm = reading.spacing_mm or stated_mm
     known = [mm for mm in stated_mm if mm is not None]
     has_spacing = len(known) == 3
-    if not has_spacing and (path.parent, bool(known)) not in _warned:
-        _warned.add((path.parent, bool(known)))
+    said = (file_of(path).parent, bool(known))
+    if not has_spacing and said not in _warned:
+        _warned.add(said)
         unknown = ", ".join(axis for axis, mm in zip("XYZ", stated_mm, strict=True) if mm is None)
         taken = f"{min(known):.6g} mm" if known else "1 mm"
         message = "%s does not state the distance of voxels along %s, so %s is taken; %s"
@@ -70,3 +110,19 @@ def placed(
     affine[:3, 3] = origin_mm
     found = geometry_of_affine(path, shape, affine, (x, y, z), is_anatomical=False)
     return replace(found, unit=unit, has_spacing=has_spacing)
+
+
+def written_place(geometry: Geometry) -> tuple[Spacing, list[float]]:
+    """Return the spacing and the origin of a scan along the axes of its file, in mm.
+
+    The origin is 0 if the axes of the scan are turned, which these formats cannot store.
+    """
+    stored = geometry.as_stored()
+    turned = stored.affine[:3, :3] - np.diag(stored.spacing_mm)
+    is_turned = np.abs(turned).max() > 1e-3 * min(stored.spacing_mm)
+    return stored.spacing_mm, [0.0] * 3 if is_turned else stored.affine[:3, 3].tolist()
+
+
+def rounded(values: Any) -> list[float]:
+    """Return numbers without the rounding errors of their conversion to mm and back."""
+    return [float(f"{value:.12g}") for value in values]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import (
+    file_of,
     is_collection,
     is_picture,
     is_volume_file,
@@ -32,7 +33,7 @@ class FoundPairs:
 def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
     """Pair two files, or the files of folders by their names."""
     for path in (predictions, labels):
-        if not path.exists():
+        if not file_of(path).exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
         if not _is_list(path):
             open_source(path)

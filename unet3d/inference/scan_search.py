@@ -14,6 +14,7 @@ from unet3d.images.files import (
     WRITTEN_SUFFIXES,
     ZARR,
     can_be_written,
+    file_of,
     format_of,
     is_collection,
     is_picture,
@@ -66,7 +67,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     several = len(groups) > 1 or any(is_collection(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
         _is_folder_of_results(request, output)
-        or not output.suffix
+        or not (output.suffix or volume_suffix(output))
         or (several and not is_volume_file(output))  # such as results.v2
     )
     if output is not None and not is_folder and len(groups) > 1:
@@ -104,7 +105,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
 def refuse_early(request: PredictionRequest) -> None:
     """Check names and headers as far as possible before networks are read."""
     inputs, output = request.images, request.output
-    if not any(os.path.exists(path) for path in inputs):
+    if not any(os.path.exists(file_of(path)) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
     for path in inputs:
         if is_collection(path):
@@ -137,7 +138,7 @@ def _place(stem: str, scan: Path, output: Path | None) -> Path:
     In a folder other than the scan's, it has the name of the case, without nnU-Net's channel number
     ``_0000``, so that it pairs with a label map by name.
     """
-    suffix, folder = written_suffix(scan), scan.parent
+    suffix, folder = written_suffix(scan), file_of(scan).parent
     if output is None or os.path.realpath(output) == os.path.realpath(folder):
         return (output or folder) / f"{stem}{ENDING}{suffix}"
     return output / f"{stem.removesuffix('_0000')}{suffix}"
@@ -163,7 +164,7 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
 
 
 def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> None:
-    sources = {os.path.realpath(image) for scan in scans for image in scan.images}
+    sources = {os.path.realpath(file_of(image)) for scan in scans for image in scan.images}
     by_output: dict[str, Scan] = {}
     for scan in scans:
         if not can_be_written(scan.output):

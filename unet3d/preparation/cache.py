@@ -40,7 +40,7 @@ from unet3d.atomic import (
 )
 from unet3d.config import Shape, Spacing
 from unet3d.errors import CacheError, VolumeError, reason_of
-from unet3d.images.files import is_store, members
+from unet3d.images.files import file_and_dataset, file_of, is_store, members
 from unet3d.inputs.plain_data import key_of
 from unet3d.preparation.foreground import Foreground, foreground_voxels
 from unet3d.records import (
@@ -128,7 +128,9 @@ class Cache:
         """
         try:
             files = members(path)
-            digests = [self._digest(file.absolute()) for file in files]
+            digests = [self._digest(file_of(file).absolute()) for file in files]
+            if file_and_dataset(path)[1]:
+                return key_of([file_and_dataset(path)[1], *digests])
             if is_store(path):
                 names = [str(file.relative_to(path)) for file in files]
                 return key_of(list(zip(names, digests, strict=True)))

@@ -12,7 +12,15 @@ from unet3d.config import Spacing
 from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, counted, some
-from unet3d.images.files import is_store, is_volume_file, members, times, volume_stem, volume_suffix
+from unet3d.images.files import (
+    file_of,
+    is_store,
+    is_volume_file,
+    members,
+    times,
+    volume_stem,
+    volume_suffix,
+)
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
@@ -81,7 +89,7 @@ class _CaseCheck:
         self.findings: list[Finding] = []
         self.headers: dict[Path, Geometry] = {}
         for path in (*case.images, case.label):
-            if not os.path.lexists(path):
+            if not os.path.lexists(file_of(path)):
                 what = "has no label map: " if path == case.label else ""
                 self.error(f"{what}{path} is missing; {self._remedy(path)}")
             elif (image := self.read(open_image, path)) is not None:
@@ -203,7 +211,7 @@ class _CaseCheck:
 def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
     """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
     volumes = [file for case in dataset.cases for file in (*case.images, case.label)]
-    files = [file for path in volumes if os.path.lexists(path) for file in members(path)]
+    files = [file_of(file) for path in volumes for file in members(path)]
     named = {os.path.realpath(file) for file in (*volumes, *files)}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():

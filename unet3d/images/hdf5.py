@@ -1,0 +1,255 @@
+"""Reads volumes in HDF5 files; writes label maps to new ones.
+
+A file with one volume is named by its path, ``scan.h5``; in any other file the dataset is named,
+too: ``scan.h5:/raw``. Links, and datasets whose voxels are in other files, are not followed.
+"""
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.errors import VolumeError, some
+from unet3d.images.chunked import ChunkedVoxels
+from unet3d.images.files import file_and_dataset, times
+from unet3d.images.geometry import Geometry
+from unet3d.images.microscopy import (
+    length_mm,
+    named_axes,
+    package,
+    placed,
+    point_in_time,
+    rounded,
+    written_place,
+)
+from unet3d.images.scratch import forget_pages
+from unet3d.images.source import AS_STATED, Reading, Source, beginning_of, whole_axes
+from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import plain_json
+
+UNITS = {"resolution": ("nanometer", 1e-6), "element_size_um": ("micrometer", 1e-3)}
+"""Attributes of a spacing along z, y, x: the unit, and its length in mm. An ``offset`` is in nm."""
+
+SEGMENTATION, NAMES = "segmentation", "label_names"
+"""Dataset of a written label map, and its attribute with the names of label values, as JSON."""
+
+CHUNK = 64
+"""Voxels of a written chunk along each axis."""
+
+MAX_LISTED = 50
+"""Most volumes of a file to look for."""
+
+logger = logging.getLogger(__name__)
+
+_incomplete: set[Path] = set()
+"""Volumes whose missing chunks have been mentioned."""
+
+
+class _Dataset:
+    """An array that opens its file to read a box, because opened files do not survive a fork."""
+
+    def __init__(self, path: Path, dataset: Any, axes: Sequence[str], time: int) -> None:
+        self.dtype, self._path, self._name = dataset.dtype, path, dataset.name
+        self._stored_shape, self._begin = dataset.shape, dataset.id.get_offset()
+        self._is_time, self._time = [axis == "t" for axis in axes], slice(time, time + 1)
+        sizes = zip(self._is_time, dataset.shape, strict=True)
+        self.shape = tuple(1 if is_time else size for is_time, size in sizes)
+
+    def __getitem__(self, parts: tuple[slice, ...]) -> npt.NDArray[Any]:
+        pairs = zip(self._is_time, parts, strict=True)
+        box = tuple(self._time if is_time else part for is_time, part in pairs)
+        if self._begin is not None:  # neither in chunks nor compressed
+            file, _ = file_and_dataset(self._path)
+            return np.array(np.memmap(file, self.dtype, "r", self._begin, self._stored_shape)[box])
+        with _opened(self._path) as opened:
+            return np.asarray(opened[self._name][box])
+
+
+def members(path: Path) -> tuple[Path, ...]:
+    """Return the volume itself."""
+    return (path,)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open the file of a volume; whatever h5py raises becomes a VolumeError."""
+    file, _ = file_and_dataset(path)
+    beginning_of(file)
+    h5py = package("h5py", f"reading {path}")
+    try:
+        if not h5py.is_hdf5(file):
+            raise VolumeError(f"cannot read {path}: {file.name} does not begin like an HDF5 file")
+        with h5py.File(file, "r") as opened:
+            yield opened
+    except (VolumeError, MemoryError):
+        raise
+    except Exception as error:  # h5py raises errors of any type for damaged files
+        raise VolumeError(
+            f"cannot read {path}: {printable(str(error), 200)}; it is damaged or incomplete: copy "
+            "it again"
+        ) from error
+
+
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
+    """Read the description of a dataset, but no voxels."""
+    with _opened(path) as file:
+        dataset = _dataset(path, file)
+        stated = () if reading.axes else _stated_axes(path, dataset)
+        axes = named_axes(path, dataset.shape, stated, reading)
+        times = dict(zip(axes, dataset.shape, strict=True)).get("t", 1)
+        array = _Dataset(path, dataset, axes, point_in_time(path, times, reading))
+        _refuse_unreadable(path, dataset)
+        voxels = ChunkedVoxels(path, array, axes, dataset.chunks or (1,) * len(axes))
+        stated_mm, origin_mm, unit = _place(dataset, axes)
+    shape = whole_axes(path, voxels.shape)
+    geometry = placed(path, shape, stated_mm, reading, origin_mm=origin_mm, unit=unit)
+    return Source(geometry, voxels.dtype, lambda scratch: voxels)
+
+
+def _dataset(path: Path, file: Any) -> Any:
+    """Return the dataset that a path names, or else the only volume of the file."""
+    h5py = import_module("h5py")
+    listed: list[Any] = []
+
+    def add(_: str, node: Any) -> bool | None:
+        if isinstance(node, h5py.Dataset) and node.ndim > 2 and node.dtype.kind in "buif":
+            listed.append(node)
+        return True if len(listed) == MAX_LISTED else None
+
+    name = file_and_dataset(path)[1].strip("/")
+    if name:
+        node, parts = file, name.split("/")
+        while parts and isinstance(node, h5py.Group):
+            part = parts.pop(0)
+            is_link = not isinstance(node.get(part, getlink=True), h5py.HardLink | None)
+            if is_link:
+                raise VolumeError(f"{path} leads through a link; name the dataset by its own path")
+            node = node[part] if part in node else None
+        if isinstance(node, h5py.Dataset) and not parts:
+            return node
+    file.visititems(add)  # follows no links
+    if len(listed) == 1 and not name:
+        return listed[0]
+    if not listed:
+        raise VolumeError(f"{path} holds no dataset of numbers with three axes; name a volume")
+    file_name, _ = file_and_dataset(path)
+    found = [f"{printable(one.name)} ({times(one.shape)} {one.dtype})" for one in listed]
+    problem = "has no such dataset" if name else "holds several volumes"
+    raise VolumeError(
+        f"{path} {problem}; name one of {some(found)}, such as "
+        f"{file_name}:{printable(listed[-1].name)}"
+    )
+
+
+def _stated_axes(path: Path, dataset: Any) -> Sequence[str]:
+    """Return the names of axes: as the dataset states them, else z, y, x and perhaps channels."""
+    tags = dataset.attrs.get("axistags")  # of vigra and ilastik
+    if isinstance(tags, str):
+        with suppress(ValueError, TypeError, KeyError):
+            return [str(one["key"]) for one in plain_json(tags.encode())["axes"]]
+    labels = [dimension.label for dimension in dataset.dims]
+    if all(labels):
+        return labels
+    sizes = dataset.shape
+    if len(sizes) == 4 and min(sizes) in (sizes[0], sizes[3]):
+        return "czyx" if min(sizes) == sizes[0] else "zyxc"
+    if len(sizes) < 4:
+        return "zyx"
+    raise VolumeError(
+        f"{path} has {len(sizes)} axes ({times(sizes)}) without names; name them with --axes, such "
+        "as czyx"
+    )
+
+
+def _refuse_unreadable(path: Path, dataset: Any) -> None:
+    """Refuse voxels that are lost, in other files, or compressed in a way that HDF5 lacks."""
+    if dataset.is_virtual or dataset.external:
+        raise VolumeError(
+            f"{path} has its voxels in other files, as a virtual or external dataset; copy them "
+            "into one file"
+        )
+    begin, stored_bytes = dataset.id.get_offset() or 0, dataset.id.get_storage_size()
+    file_bytes = file_and_dataset(path)[0].stat().st_size
+    if begin + stored_bytes > file_bytes:
+        raise VolumeError(
+            f"{path} should have voxels up to byte {begin + stored_bytes}, but its file has only "
+            f"{file_bytes} bytes; it is damaged or incomplete: copy it again"
+        )
+    is_known = import_module("h5py").h5z.filter_avail
+    properties = dataset.id.get_create_plist()
+    filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
+    if not all(is_known(code) for code, *_ in filters):
+        with suppress(ImportError):
+            import_module("hdf5plugin")  # knows most of the others
+    for code, _, _, name in filters:
+        if not is_known(code):
+            called = printable(name.decode(errors="replace")) or f"filter {code}"
+            raise VolumeError(f"{path} is compressed by {called}: pip install hdf5plugin")
+    if dataset.chunks and path not in _incomplete:
+        chunks = [
+            math.ceil(size / chunk)
+            for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
+        ]
+        lacking = math.prod(chunks) - dataset.id.get_num_chunks()
+        if lacking:
+            _incomplete.add(path)
+            message = "%s lacks %d of %d chunks; their voxels are %s, as HDF5 defines"
+            logger.warning(message, path, lacking, math.prod(chunks), dataset.fillvalue)
+
+
+def _place(dataset: Any, axes: Sequence[str]) -> tuple[list[float | None], list[float], str | None]:
+    """Return the stated spacing and origin along X, Y, Z in mm, and the unit."""
+
+    def along(name: str) -> list[Any]:
+        values = np.ravel(dataset.attrs.get(name, ())).tolist()
+        stated = dict(zip(axes if len(values) == len(axes) else "zyx", values, strict=False))
+        return [stated.get(axis) for axis in "xyz"]
+
+    name = next((name for name in UNITS if name in dataset.attrs), "element_size_um")
+    unit, mm = UNITS[name]
+    origin_mm = [1e-6 * float(one or 0) for one in along("offset")]
+    return [length_mm(one, mm) for one in along(name)], origin_mm, unit
+
+
+def label_names(path: Path) -> dict[int, str]:
+    """Return the names of label values that :func:`write_labels` wrote, if there are any."""
+    with suppress(VolumeError, ValueError, AttributeError), _opened(path) as file:
+        named = plain_json(_dataset(path, file).attrs.get(NAMES, "{}").encode())
+        return {int(value): printable(name) for value, name in named.items() if int(value) > 0}
+    return {}
+
+
+def write_labels(
+    path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
+) -> None:
+    """Write labels (I, J, K) as a dataset (Z, Y, X) in compressed chunks."""
+    h5py = package("h5py", f"writing {path}")
+    spacing_mm, origin_mm = written_place(geometry)
+    labels = stored.T
+    chunks = tuple(min(CHUNK, size) for size in labels.shape)
+    # HDF5 would lock the file, which its writer has locked already.
+    with h5py.File(path, "w", locking=False) as file:
+        options = {"chunks": chunks, "compression": "gzip", "dtype": labels.dtype}
+        dataset = file.create_dataset(SEGMENTATION, labels.shape, **options)
+        if geometry.has_spacing or set(spacing_mm) != {1.0}:
+            is_nm = geometry.unit == "nanometer" or any(origin_mm)
+            for name in UNITS if is_nm else ("element_size_um",):
+                dataset.attrs[name] = rounded(np.array(spacing_mm[::-1]) / UNITS[name][1])
+        if any(origin_mm):
+            dataset.attrs["offset"] = rounded(np.array(origin_mm[::-1]) / UNITS["resolution"][1])
+        if names:
+            dataset.attrs[NAMES] = json.dumps({str(value): name for value, name in names.items()})
+        starts = (
+            range(0, size, chunk) for size, chunk in zip(labels.shape[:2], chunks, strict=False)
+        )
+        for z, y in itertools.product(*starts):
+            dataset[z : z + CHUNK, y : y + CHUNK] = labels[z : z + CHUNK, y : y + CHUNK]
+            forget_pages(stored)
