@@ -146,13 +146,15 @@ def test_spacing_of_ome_and_imagej_and_resolution(tmp_path):
     assert spacing_of(written(path, **ome)) == (1e-5, 1.2e-5, 2.55e-5)
     ome["metadata"] = {"axes": "ZYX", **sizes}  # micrometres, unless a unit is given
     assert spacing_of(written(path, **ome)) == (0.01, 0.012, 0.0255)
-    for unit in ("um", "micron", "µm", "\\u00B5m"):
+    for unit in ("um", "micron", "µm", "\\u00B5m", "\\u03BCm"):
         fiji = {"metadata": {"axes": "ZYX", "spacing": 2.5, "unit": unit}, "resolution": (5, 4)}
         if unit.isascii():
             assert spacing_of(written(path, imagej=True, **fiji)) == (0.0002, 0.00025, 0.0025)
         assert spacing_of(written(path, **fiji)) == (0.0002, 0.00025, 0.0025)
     fiji["metadata"] = {"axes": "ZYX", "unit": "nm"}  # Fiji leaves out a spacing of 1
     assert spacing_of(written(path, imagej=True, **fiji)) == (2e-7, 2.5e-7, 1e-6)
+    fiji["metadata"] = {"axes": "ZYX", "unit": "um", "yunit": "nm", "zunit": "mm", "spacing": 3}
+    assert spacing_of(written(path, imagej=True, **fiji)) == (2e-4, 2.5e-7, 3)
     fiji["metadata"] = {"axes": "ZYX", "unit": "pixel", "spacing": 3}
     assert spacing_of(written(path, imagej=True, **fiji)) == (0.2, 0.25, 3)
     inches = {"resolution": (254, 127), "resolutionunit": "inch", "metadata": {"spacing": 0.02}}

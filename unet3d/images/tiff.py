@@ -330,17 +330,19 @@ def _stated_mm(tiff: Any) -> list[float | None]:
         ]
     # ImageJ's fields, which files written by tifffile may have, too.
     fields = tiff.imagej_metadata or (tiff.shaped_metadata or [{}])[0]
-    name = str(fields.get("unit", "")).replace("\\u00B5", "µ")
     page = tiff.pages[0]
-    unit = unit_mm(name) or RESOLUTION_MM.get(page.tags.valueof(296, 1))
+    unit = unit_mm(_unescaped(fields.get("unit"))) or RESOLUTION_MM.get(page.tags.valueof(296, 1))
     if unit is None and fields.get("spacing", 1) != 1:
         unit = 1.0  # such as pixels: at least the ratio of the spacings is known
+    units = (unit, *(unit_mm(_unescaped(fields.get(name))) or unit for name in ("yunit", "zunit")))
     depth = abs(fields.get("spacing", 1)) if "spacing" in fields or tiff.is_imagej else None
-    pixels_per_unit = page.get_resolution()
-    return [
-        *(length_mm(1 / each if each else None, unit) for each in pixels_per_unit),
-        length_mm(depth, unit_mm(fields.get("zunit")) or unit),
-    ]
+    lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
+    return [length_mm(length, unit) for length, unit in zip(lengths, units, strict=True)]
+
+
+def _unescaped(name: object) -> str:
+    """Return a text of ImageJ, which writes the micro sign as ``\\u00B5`` or ``\\u03BC``."""
+    return re.sub(r"\\u([0-9A-Fa-f]{4})", lambda found: chr(int(found[1], 16)), str(name))
 
 
 def label_names(path: Path) -> dict[int, str]:
