@@ -24,7 +24,8 @@ h5py = pytest.importorskip("h5py")
 FOLDER = os.environ.get("UNET3D_EXAMPLES", "")
 MAX_BYTES = 2**28  # as read by the library
 MM = {
-    **dict.fromkeys(("µm", "um", "micron", "microns", "micrometer", "\\u00B5m"), 1e-3),
+    **dict.fromkeys(("µm", "um", "micron", "microns", "micrometer"), 1e-3),
+    **dict.fromkeys(("μm", "\\u00B5m", "\\u03BCm"), 1e-3),
     **{"nm": 1e-6, "nanometer": 1e-6, "mm": 1.0, "millimeter": 1.0, "cm": 10.0, "inch": 25.4},
 }
 
@@ -69,11 +70,12 @@ def tiff(path):
                     mm = MM.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
                     lengths[axis] = mm and pixels[f"PhysicalSize{axis}"] * mm
         elif file.imagej_metadata is not None:
-            mm = MM.get(file.imagej_metadata.get("unit"))
-            for axis, tag in (("X", "XResolution"), ("Y", "YResolution")):
+            fields = file.imagej_metadata
+            mm = [MM.get(fields.get(f"{axis}unit", fields.get("unit"))) for axis in "xyz"]
+            for axis, tag, one in (("X", "XResolution", mm[0]), ("Y", "YResolution", mm[1])):
                 pixels, units = page.tags[tag].value if tag in page.tags else (0, 1)
-                lengths[axis] = mm and pixels and units / pixels * mm
-            lengths["Z"] = mm and abs(file.imagej_metadata.get("spacing", 1.0)) * mm
+                lengths[axis] = one and pixels and units / pixels * one
+            lengths["Z"] = mm[2] and abs(fields.get("spacing", 1.0)) * mm[2]
         return series.asarray(), series.axes, lengths
 
 

@@ -341,7 +341,7 @@ def _stated_mm(tiff: Any) -> list[float | None]:
 
 
 def _unescaped(name: object) -> str:
-    """Return a text of ImageJ, which writes the micro sign as ``\\u00B5`` or ``\\u03BC``."""
+    """Return a text of ImageJ, which writes the micro sign as a backslash and its code."""
     return re.sub(r"\\u([0-9A-Fa-f]{4})", lambda found: chr(int(found[1], 16)), str(name))
 
 
