@@ -117,7 +117,8 @@ def hdf5(name):
         lengths = {axis: float(um) * 1e-3 for axis, um in zip("ZYX", stated, strict=False)}
         # vigra's axistags, which ilastik writes
         keys = re.findall(r'"key": "(\w)"', str(dataset.attrs.get("axistags", "")))
-        axes = "".join(keys).upper() or ("ZYX" if dataset.ndim == 3 else "CZYX")
+        last = dataset.ndim == 4 and dataset.shape[3] < dataset.shape[0]  # as PlantSeg's and others
+        axes = "".join(keys).upper() or ("ZYXC" if last else "CZYX"[-dataset.ndim :])
         return dataset[...], axes, lengths
 
 
