@@ -114,8 +114,8 @@ def test_where_left_is_unknown_axes_run_as_in_the_file():
     assert set(panels(figure)) == {"XY", "XZ", "YZ"}
     for name, axes in panels(figure).items():
         places = {text.get_text(): text.xy for text in axes.texts if text.get_text()}
-        assert places == {name[0]: (1, 0.5), name[1]: (0.5, 1)}
-        assert np.all(np.diff([axes.get_xlim(), axes.get_ylim()]) > 0)
+        assert places == {name[0]: (1, 0.5), name[1]: (0.5, 0)}
+        assert np.diff(axes.get_xlim()) > 0 > np.diff(axes.get_ylim())  # as in ImageJ and napari
     words = " ".join(legend(figure))
     assert "does not say where left and right are" in words and "Radiological" not in words
 

@@ -80,7 +80,7 @@ def preview_figure(preview: Preview) -> Figure:
 
     The coronal and the sagittal plane are above, the axial one and the legend below, all planes at
     one scale. The view of a patient is radiological: right is on the left of the picture, as is
-    the front in the sagittal plane.
+    the front in the sagittal plane. Otherwise Y points down, as in programs for microscopy.
     """
     geometry = preview.image.geometry
     maps: list[tuple[Labels, Any]] = [(preview.labels, "-")]
@@ -123,7 +123,7 @@ def preview_figure(preview: Preview) -> Figure:
         is_line = min(across[1] - across[0], up[1] - up[0]) * inches_per_mm < MIN_INCHES
         axes.set_aspect("auto" if is_line else "equal", anchor="NW")
         axes.set_xlim(across[::-1] if geometry.is_anatomical else across)
-        axes.set_ylim(up)
+        axes.set_ylim(up if geometry.is_anatomical else up[::-1])
         _name_edges(axes, view, geometry.is_anatomical)
         name = view.name
         if not geometry.is_anatomical:
@@ -209,6 +209,8 @@ def _name_edges(axes: Axes, view: View, is_anatomical: bool) -> None:
     ends = PATIENT_ENDS if is_anatomical else ARRAY_ENDS
     (first, last), (low, high) = ends[view.horizontal], ends[view.vertical]
     left, right = (last, first) if is_anatomical else (first, last)
+    if not is_anatomical:
+        low, high = high, low
     for letter, where, offset, across, up in (
         (left, (0, 0.5), (-6, 0), "right", "center"),
         (right, (1, 0.5), (6, 0), "left", "center"),
