@@ -156,7 +156,7 @@ def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 def unreadable(path: Path, error: Exception) -> VolumeError:
     """Return the VolumeError for a file that could not be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    is_damage = type(error).__name__ in ("EOFError", "IsalError", "BadGzipFile")
+    is_damage = type(error).__name__ in ("EOFError", "IsalError", "BadGzipFile", "BadZipFile")
     advice = "; it is damaged or incomplete: copy it again" if is_damage else ""
     return VolumeError(f"cannot read {path}: {reason or type(error).__name__}{advice}")
 
