@@ -19,7 +19,7 @@ import torch
 from nibabel.spatialimages import SpatialImage
 from rich.console import Console
 
-from unet3d.config import Shape, parsed_value, preset_changes
+from unet3d.config import Reading, Shape, parsed_value, preset_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, reason_of
@@ -29,6 +29,7 @@ from unet3d.images.image import image_of, open_image
 from unet3d.images.labels import stored_labels
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import nibabel_labels, open_array, open_nibabel
+from unet3d.images.source import AS_STATED
 from unet3d.inference import prediction
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
@@ -59,6 +60,7 @@ SETTINGS = {
     "precision": "inference.precision",
     "tta": "inference.tta",
     "postprocessing": "inference.postprocessing",
+    **{name: f"data.reading.{name}" for name in ("spacing_mm", "axes", "time", "level")},
 }
 """Options of prediction that are also settings, with the setting's key."""
 
@@ -75,9 +77,9 @@ class Segmenter:
     Threads may share it; they segment one image after another.
     """
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, reading: Reading = AS_STATED) -> None:
         """Take a predictor whose networks :func:`load` has placed on devices."""
-        self._predictor = predictor
+        self._predictor, self._reading = predictor, reading
         self._lock = Lock()  # one image at a time: networks of an ensemble take turns on a device
 
     @property
@@ -110,7 +112,7 @@ class Segmenter:
             TypeError: The image has another type, or an affine is missing or not allowed.
         """
         with explaining_memory("the image"):
-            volume = _volume(image, affine)
+            volume = _volume(image, affine, self._reading)
             warning = shear_warning(volume.geometry)
             if warning is not None:
                 logger.warning("%s", warning)
@@ -130,6 +132,10 @@ def load(
     precision: str | None = None,
     tta: bool | None = None,
     postprocessing: bool | None = None,
+    spacing_mm: Sequence[float] | None = None,
+    axes: str | None = None,
+    time: int | None = None,
+    level: int | None = None,
 ) -> Segmenter:
     """Load trained networks, and place them on devices of this process.
 
@@ -148,6 +154,11 @@ def load(
         tta: Whether to average over mirror images of each window; None: as in training.
         postprocessing: Whether to keep only the largest component of labels for which validation
             chose that; None: as in training.
+        spacing_mm: Spacing along X, Y, Z of files of microscopes; None: as they state.
+        axes: Their axes, such as ``"zyx"``; None: as they state.
+        time: Their point in time, counted from 0; None: the only one.
+        level: Their level of resolution, 0 for the finest; None: the one nearest to the spacing of
+            the network.
 
     Returns:
         The segmenter, with its networks on the devices.
@@ -166,6 +177,10 @@ def load(
         precision=precision,
         tta=tta,
         postprocessing=postprocessing,
+        spacing_mm=spacing_mm,
+        axes=axes,
+        time=time,
+        level=level,
     )
     request = PredictionRequest(settings=asked)
     group = Group(Ranks())
@@ -176,7 +191,8 @@ def load(
         if parallel.mode == "spatial":
             # Slabs of a volume need a process for each device, which unet3d predict starts.
             parallel = parallel.model_copy(update={"mode": "model"})
-        segmenter = Segmenter(Predictor(networks, parallel, group))
+        reading = request.reading(networks.preprocessing.spacing_mm)
+        segmenter = Segmenter(Predictor(networks, parallel, group), reading)
         # Unpacked archives must last as long as the segmenter, which reads weights on demand.
         weakref.finalize(segmenter, unpacked.pop_all().close)
     return segmenter
@@ -434,7 +450,7 @@ def _files(paths: Sequence[FileName], folds: Folds, unpacked: ExitStack) -> list
     return list(dict.fromkeys(files))
 
 
-def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
+def _volume(image: Image, affine: npt.ArrayLike | None, reading: Reading) -> OpenedImage:
     if isinstance(image, np.ndarray) and affine is not None:
         return image_of([open_array(image, affine)])
     if isinstance(image, np.ndarray) or affine is not None:
@@ -447,4 +463,4 @@ def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
             f"cannot segment a {type(image).__name__}; give a file, a list of files, an image of "
             "nibabel's, or a NumPy array with its affine"
         )
-    return open_image([Path(path) for path in paths])
+    return open_image([Path(path) for path in paths], reading=reading)

@@ -37,7 +37,7 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     read = []
     whole, label = Image.whole, check.read_label
     monkeypatch.setattr(Image, "whole", lambda one: (read.append(one.geometry.path), whole(one))[1])
-    monkeypatch.setattr(check, "read_label", lambda path: (read.append(path), label(path))[1])
+    monkeypatch.setattr(check, "read_label", lambda *file: (read.append(file[0]), label(*file))[1])
     assert run("check", root, "--json", tmp_path / "check.json") == 0
     assert len(read) == len(set(read)) == 16
 

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from tests.images.samples import write_msd
+from tests.images.samples import blob_label, msd_entry, noise, write_json, write_msd, write_volume
 from unet3d.datasets.dataset import load_dataset
 from unet3d.datasets.naming import has_sides, with_labels
 from unet3d.errors import ConfigError
+from unet3d.images import nifti
+from unet3d.preparation.check import examine
 from unet3d.preparation.prepared_image import prepare_label
 from unet3d.preparation.transform import Preprocessing
 
@@ -125,3 +127,30 @@ def test_what_cannot_be_chosen_is_one_line(dataset, choice, words):
     with pytest.raises(ConfigError, match=words) as caught:
         with_labels(dataset, choice)
     assert str(caught.value).startswith("data.labels ") and "\n" not in str(caught.value)
+
+
+def test_channels_are_named_as_in_the_files_if_the_data_set_names_none(tmp_path, monkeypatch):
+    opened, orders = nifti.open_file, {"case_0.nii.gz": ("DAPI", "GFP")}
+
+    def open_file(path, reading):
+        source = opened(path, reading)
+        if source.geometry.num_channels == 2:
+            source.channel_names = orders.get(path.name, ())
+        return source
+
+    monkeypatch.setattr(nifti, "open_file", open_file)
+    for number in range(2):
+        write_volume(tmp_path / f"imagesTr/case_{number}.nii.gz", noise((6, 6, 6, 2)))
+        write_volume(tmp_path / f"labelsTr/case_{number}.nii.gz", blob_label((6, 6, 6)))
+    labels = {"background": 0, "a": 1, "b": 2}
+    write_json(
+        tmp_path / "dataset.json", {"labels": labels, "training": [msd_entry(0), msd_entry(1)]}
+    )
+    dataset = load_dataset(tmp_path)
+    assert dataset.channel_names == ("DAPI", "GFP")
+    assert examine(dataset).findings == []
+    orders["case_1.nii.gz"] = ("GFP", "DAPI")
+    (finding,) = examine(dataset).findings
+    assert "has the channels GFP, DAPI, in another order than the data set" in finding.message
+    orders["case_0.nii.gz"] = ("GFP", "GFP")
+    assert load_dataset(tmp_path).channel_names == ("channel 0", "channel 1")

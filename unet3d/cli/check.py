@@ -6,13 +6,20 @@ from pathlib import Path
 import click
 
 from unet3d.cli.command import GivenSettings, command, grouped
-from unet3d.cli.options import FILE, common_options, json_option, overwrite_option
+from unet3d.cli.options import (
+    FILE,
+    common_options,
+    json_option,
+    overwrite_option,
+    reading_options,
+)
 from unet3d.cli.output import check_result, files_of, working, write_json
-from unet3d.errors import DatasetError, counted
+from unet3d.errors import DatasetError, counted, some
 
 
 @command("unet3d check DATASET", "unet3d check DATASET --json contents.json")
 @click.argument("dataset", type=FILE)
+@reading_options
 @grouped("Output", json_option("contents and findings"), overwrite_option)
 @common_options
 def check(
@@ -20,14 +27,15 @@ def check(
 ) -> None:
     """List contents and problems of DATASET before training.
 
-    Only these settings have an effect: data.labels, data.spacing_mm, data.fold, data.num_folds.
+    Only these settings have an effect: data.labels, data.spacing_mm, data.fold, data.num_folds,
+    data.reading.
     """
     check_result(json_path, *files_of(dataset), settings.path, overwrite=overwrite)
 
     from unet3d.datasets.dataset import load_dataset
 
     data = settings.config.data
-    opened = load_dataset(dataset)  # before PyTorch is imported
+    opened = load_dataset(dataset, data.reading)  # before PyTorch is imported
     with working("starting") as show:
         from unet3d.datasets.contents import lines, summary
         from unet3d.datasets.dataset import Finding, fold_cases
@@ -36,7 +44,7 @@ def check(
 
         if data.labels is not None:
             opened = with_labels(opened, data.labels)
-        findings, _, cases = examine(opened, data.spacing_mm, show)
+        findings, geometries, cases = examine(opened, data.spacing_mm, show)
         contents = summary(opened, cases)
         if not opened.faults:  # faults are findings already, and prevent folds
             try:
@@ -45,6 +53,10 @@ def check(
                 findings.append(
                     Finding(case=opened.root.name, severity="error", message=str(error))
                 )
+        unplaced = [one.path.name for one in geometries if not one.has_spacing]
+        if unplaced:
+            message = f"no spacing is stated by {some(unplaced)}; give it with --spacing Z,Y,X"
+            findings.append(Finding(case=opened.root.name, severity="warning", message=message))
     for line in lines(contents):
         click.echo(line)
     for finding in findings:

@@ -105,16 +105,17 @@ class Command(click.Command):
         """Return the function's arguments: ``settings`` replaces all options that are settings."""
         if not self.of_settings and "overrides" not in parameters:
             return dict(parameters)
-        from unet3d.config import parsed_changes, parsed_value, preset_changes
-
         others = dict(parameters)
-        path = others.pop("config_path", None)
-        changes = preset_changes(others.pop("presets", ()))
-        changes |= parsed_changes(others.pop("overrides", ()))
-        for name, setting in self.of_settings.items():
-            value = others.pop(name)
-            if value is not None:
-                changes[setting] = parsed_value(setting, value)
+        path, presets = others.pop("config_path", None), others.pop("presets", ())
+        overrides = others.pop("overrides", ())
+        named = {setting: others.pop(name) for name, setting in self.of_settings.items()}
+        named = {setting: value for setting, value in named.items() if value is not None}
+        changes: dict[str, Any] = {}
+        if presets or overrides or named:  # else the command may need no settings
+            from unet3d.config import parsed_changes, parsed_value, preset_changes
+
+            changes = preset_changes(presets) | parsed_changes(overrides)
+            changes |= {key: parsed_value(key, value) for key, value in named.items()}
         return {**others, "settings": GivenSettings(path=path, changes=changes)}
 
     def _as_typed(self, message: str, ctx: click.Context) -> str:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import click
 
-from unet3d.cli.command import command, grouped
+from unet3d.cli.command import GivenSettings, command, grouped
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
     checkpoint_option,
     json_option,
     overwrite_option,
+    reading_options,
 )
 from unet3d.cli.output import check_result, files_of, load_torch, show_result, write_json
 
@@ -53,9 +54,11 @@ from unet3d.cli.output import check_result, files_of, load_torch, show_result, w
         help="Leave out segmentations that have no label map, instead of stopping with an error.",
     ),
 )
+@reading_options
 @grouped("Output", json_option("the scores"), overwrite_option)
 def evaluate(
     *,
+    settings: GivenSettings,
     predictions: Path,
     labels: Path,
     dataset: Path | None,
@@ -80,7 +83,8 @@ def evaluate(
     check_result(json_path, predictions, labels, *files_of(dataset), overwrite=overwrite)
     from unet3d.inference.pairing import find_pairs
 
-    find_pairs(predictions, labels, leave_out)  # before PyTorch is imported
+    reading = settings.config.data.reading
+    find_pairs(predictions, labels, leave_out, reading)  # before PyTorch is imported
 
     load_torch()
     from unet3d.inference.evaluation import evaluate as run_evaluation
@@ -93,6 +97,7 @@ def evaluate(
         scored=scored_labels(labels, dataset, checkpoint, ignore),
         tolerance_mm=tolerance_mm,
         leave_out=leave_out,
+        reading=reading,
     )
     show_result(evaluation_table(result))
     for line in evaluation_lines(result, tolerance_mm is None):

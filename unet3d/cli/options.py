@@ -1,6 +1,7 @@
 """Options that several commands share, each declared once."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +57,51 @@ class FiniteRange(click.FloatRange):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
+
+def _spacing_mm(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
+    """Return a spacing along Z, Y, X, as users of microscopes write it, in mm along X, Y, Z."""
+    from unet3d.images.microscopy import length_mm
+    from unet3d.images.units import unit_mm
+
+    if value is None:
+        return None
+    numbers, unit = re.findall(r"^([-+.,\de]*(?<!e)) *(.*)$", value)[0]
+    lengths_mm = [length_mm(number, unit_mm(unit or "mm")) for number in numbers.split(",")]
+    found = [mm for mm in reversed(lengths_mm) if mm is not None]
+    if len(found) != 3 or len(lengths_mm) != 3:
+        raise click.BadParameter(f"{value!r} is no spacing along Z, Y, X; write 40,8,8nm.")
+    return tuple(found)
+
+
+reading_options = grouped(
+    "Microscopy",
+    setting(
+        "data.reading.spacing_mm",
+        "--spacing",
+        "Z,Y,X",
+        "Spacing of the voxels in mm, or with a unit, such as 40,8,8nm; default: as files state.",
+        callback=_spacing_mm,
+    ),
+    setting(
+        "data.reading.axes",
+        "--axes",
+        "LETTERS",
+        "Axes of arrays, such as zyx or czyx; default: as files state.",
+    ),
+    setting(
+        "data.reading.time", "--time", "K", "Point in time, counted from 0; default: the only one."
+    ),
+    setting(
+        "data.reading.level",
+        "--level",
+        "K",
+        "Level of pyramids, 0 for the finest; default: the finest, and in prediction the nearest "
+        "to the network's spacing.",
+    ),
+)
+"""Options for files of microscopes, which leave choices open or lack metadata."""
 
 common_options = grouped(
     COMMON,

@@ -17,6 +17,7 @@ from unet3d.cli.options import (
     json_option,
     overwrite_option,
     parallel_option,
+    reading_options,
     replicas_option,
 )
 from unet3d.cli.output import (
@@ -83,6 +84,7 @@ TOO_LARGE = (
         "micro-batches; training then uses the fastest.",
     ),
 )
+@reading_options
 @grouped(
     "Output",
     click.option(
@@ -141,7 +143,7 @@ def plan(
     check_result(json_path, *read, picture, overwrite=overwrite)
     check_result(picture, *read, overwrite=overwrite)
     if dataset is not None:
-        load_dataset(dataset)  # before PyTorch is imported
+        load_dataset(dataset, settings.config.data.reading)  # before PyTorch is imported
     if measure:
         settings.check_devices()
     elif device_memory is None:
@@ -176,19 +178,20 @@ def _predict_scan(
     from unet3d.inference.request import PredictionRequest
     from unet3d.inference.scan_search import refuse_early
 
-    used = ("inference.", "parallel.")
+    used = ("inference.", "parallel.", "data.reading.")
     if ignored := [key for key in settings.changes if not key.startswith(used)]:
         raise ConfigError(f"--predict does not use {ignored[0]}; leave it out")
     if device_memory is None:
         settings.check_devices()
-    refuse_early(PredictionRequest(images=scan, goes_on=True))
     given = settings.config.flat(only_set=True)
     request = PredictionRequest(
         images=scan,
-        checkpoints=wanted_checkpoints(checkpoints),
         settings={key: value for key, value in given.items() if key.startswith(used)},
         skip_background=skip_background,
+        goes_on=True,
     )
+    refuse_early(request)
+    request = request.model_copy(update={"checkpoints": wanted_checkpoints(checkpoints)})
     with working("predicting"):
         load_torch()
         from unet3d.inference.prediction_memory import planned_prediction

@@ -16,6 +16,7 @@ from unet3d.cli.options import (
     output_option,
     overwrite_option,
     parallel_option,
+    reading_options,
 )
 from unet3d.cli.output import begin_as_rank, load_torch
 
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
         help="Folder for unpacked scans and labels, to save memory.",
     ),
 )
+@reading_options
 @grouped(
     "Output",
     # Text, because a path does not keep the / at the end of a folder.

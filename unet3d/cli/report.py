@@ -1,14 +1,24 @@
 """``unet3d report``."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from unet3d.cli.checkpoints import named_checkpoints
-from unet3d.cli.command import command, grouped
-from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
+from unet3d.cli.command import GivenSettings, command, grouped
+from unet3d.cli.options import (
+    FILE,
+    checkpoint_option,
+    output_option,
+    overwrite_option,
+    reading_options,
+)
 from unet3d.cli.output import check_result, working, writing_result
 from unet3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unet3d.config import Reading
 
 
 @command("unet3d report runs/mine", "unet3d report scan_seg.nii.gz --image scan.nii.gz")
@@ -20,13 +30,20 @@ from unet3d.errors import ConfigError
         "Checkpoint that names the labels; default: the names in the segmentation's header."
     ),
 )
+@reading_options
 @grouped(
     "Output",
     output_option("HTML file; default: report.html in the run, or a file beside the segmentation."),
     overwrite_option,
 )
 def report(
-    *, path: Path, image: Path | None, checkpoint: Path | None, output: Path | None, overwrite: bool
+    *,
+    settings: GivenSettings,
+    path: Path,
+    image: Path | None,
+    checkpoint: Path | None,
+    output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Write an HTML page about a RUN, or a viewer for a SEGMENTATION.
 
@@ -42,6 +59,8 @@ def report(
             f"{path} is not the folder of a run; to show a segmentation, name its scan with "
             "--image SCAN"
         )
+    if is_run and settings.changes:
+        raise click.UsageError("the options of microscopy are for a segmentation; add --image SCAN")
     from unet3d.images.files import volume_stem
     from unet3d.reports.pages.page import is_page
     from unet3d.reports.pages.run_page import REPORT, pages_of_run
@@ -57,7 +76,8 @@ def report(
         if image is None:
             pages = pages_of_run(path, output)
         else:
-            pages = iter([(path, _viewer(path, image, checkpoint), output)])
+            reading = settings.config.data.reading
+            pages = iter([(path, _viewer(path, image, checkpoint, reading), output)])
         for shown, page, place in pages:
             content = page.encode(errors="replace")
             with writing_result(place, overwrite or place != output) as unfinished:
@@ -65,7 +85,7 @@ def report(
             click.echo(f"{shown} -> {place} ({len(content) / 1e6:.1f} MB)")
 
 
-def _viewer(segmentation: Path, image: Path, checkpoint: Path | None) -> str:
+def _viewer(segmentation: Path, image: Path, checkpoint: Path | None, reading: "Reading") -> str:
     from unet3d.reports.pages.segmentation_page import segmentation_page
 
     names = None
@@ -76,4 +96,4 @@ def _viewer(segmentation: Path, image: Path, checkpoint: Path | None) -> str:
         prepared = load_network(first, "description").preprocessing
         pairs = zip(prepared.label_values, prepared.label_names, strict=True)
         names = {value: name for value, name in pairs if value}
-    return segmentation_page(segmentation, image, names)
+    return segmentation_page(segmentation, image, names, reading)

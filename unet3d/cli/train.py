@@ -16,6 +16,7 @@ from unet3d.cli.options import (
     devices_option,
     output_option,
     parallel_option,
+    reading_options,
     replicas_option,
 )
 from unet3d.cli.output import begin_as_rank, load_torch, show_result
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         "How often to restart from the latest checkpoint when a process dies.",
     ),
 )
+@reading_options
 @grouped(
     "Output",
     output_option("Folder of the run; default: a new one in runs/."),

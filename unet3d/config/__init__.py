@@ -11,6 +11,7 @@ from unet3d.config.settings import InferenceSettings as InferenceSettings
 from unet3d.config.settings import ModelSettings as ModelSettings
 from unet3d.config.settings import ParallelSettings as ParallelSettings
 from unet3d.config.settings import PatchSettings as PatchSettings
+from unet3d.config.settings import Reading as Reading
 from unet3d.config.settings import TrainingSettings as TrainingSettings
 from unet3d.config.values import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
 from unet3d.config.values import Channels as Channels

@@ -20,6 +20,7 @@ from unet3d.config.values import (
     LabelNames,
     Many,
     Name,
+    Number,
     Offload,
     Recompute,
     Section,
@@ -28,6 +29,27 @@ from unet3d.config.values import (
 )
 from unet3d.errors import counted
 from unet3d.inputs.plain_data import at_most
+
+
+class Reading(Section):
+    """What files of microscopes leave open, or state wrongly. Other formats ignore it."""
+
+    spacing_mm: Spacing | None = None
+    """Spacing of the voxels in mm along X, Y, Z; null: as files state. The options take it along Z,
+    Y, X."""
+    axes: Name | None = None
+    """Axes of arrays, one letter each, such as zyx or czyx; null: as files state."""
+    time: Number | None = None
+    """Point in time, counted from 0; null: the only one."""
+    level: Number | None = None
+    """Level of pyramids, 0 for the finest; null: the one nearest to near_mm."""
+    near_mm: Spacing | None = None
+    """Spacing in mm along X, Y, Z to which the nearest level of pyramids is read; null: the finest
+    level, and in prediction the one nearest to the network's spacing."""
+
+    def near(self, spacing_mm: Spacing | None) -> Self:
+        """Return how a partner on one grid with a volume is read: at the level nearest to it."""
+        return self.model_copy(update={"level": None, "near_mm": spacing_mm})
 
 
 class DataSettings(Section):
@@ -60,6 +82,7 @@ class DataSettings(Section):
     image removes a quarter of the volume or more. auto: chosen by the name of each channel as in
     nnU-Net: ct for CT, none for noNorm, a range of 0 to 1 for rescale_to_0_1, division by 255 for
     rgb_to_0_1, and z-score for any other name."""
+    reading: Reading = Reading()
     cache: FilePath | None = None
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"

@@ -81,6 +81,8 @@ IN_LIST = BeforeValidator(lambda value: [value] if type(value) in (int, str) els
 """Accepts a single value in place of a list of them."""
 NAMES = BeforeValidator(_names)
 FEW_VOXELS = AfterValidator(_few_voxels)
+Number = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+"""An index, counted from 0."""
 FilePath = Annotated[Path, AfterValidator(Path.absolute)]
 Name = Annotated[PrintableName, Field(min_length=1)]
 LabelName = Annotated[int, Field(strict=True), AfterValidator(_held_by_label_maps)] | Name

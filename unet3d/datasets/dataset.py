@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from unet3d.config import Reading
 from unet3d.datasets.folds import (
     Fold,
     drawn_folds,
@@ -39,6 +40,7 @@ from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
 from unet3d.images.files import SUFFIXES, file_of, volume_stem
+from unet3d.images.source import AS_STATED
 from unet3d.inputs.plain_data import is_printable, shown
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Case:
     images: tuple[Path, ...]
     """One file per channel, or one file with every channel."""
     label: Path
+    reading: Reading = AS_STATED
+    """What the user states about its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ class Dataset(Labels):
     """Errors of the description, if its other parts are readable."""
 
 
-def load_dataset(path: Path) -> Dataset:
+def load_dataset(path: Path, reading: Reading = AS_STATED) -> Dataset:
     """Read the description of a data set: its folder, its ``dataset.json``, or a MONAI datalist."""
     if not path.exists():
         raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
@@ -99,7 +103,7 @@ def load_dataset(path: Path) -> Dataset:
     tree = read_description(description)
     if not isinstance(tree, dict):
         raise DatasetError(f"{description} has no known layout; a data set is {LAYOUTS}")
-    return _Description(description, tree).dataset()
+    return _Description(description, tree, reading).dataset()
 
 
 def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
@@ -153,8 +157,8 @@ def fold_cases(
 class _Description:
     """A ``dataset.json`` and its cases."""
 
-    def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
-        self.path, self.tree = path, tree
+    def __init__(self, path: Path, tree: Mapping[str, Any], reading: Reading) -> None:
+        self.path, self.tree, self.reading = path, tree, reading
         self.root = Path(os.path.realpath(path.parent))
         self.cases: dict[str, Case] = {}
         self.fold_of: dict[str, Any] = {}
@@ -187,8 +191,8 @@ class _Description:
         cases = tuple(self.cases.values())
         return Dataset(
             root=self.root,
-            channel_names=channel_names(self.path, self.tree, cases[0].images),
-            **vars(read_labels(self.path, self.tree, [case.label for case in cases])),
+            channel_names=channel_names(self.path, self.tree, cases[:1]),
+            **vars(read_labels(self.path, self.tree, cases)),
             cases=cases,
             validation=validation,
             folds=folds,
@@ -259,7 +263,8 @@ class _Description:
             self.faults.append(Finding(case=called, severity="error", message=missing))
             return
         label = self._file(where, entry["label"])
-        case = Case(name=name or self._name_of(label), images=images, label=label)
+        called = name or self._name_of(label)
+        case = Case(name=called, images=images, label=label, reading=self.reading)
         twin = self.cases.setdefault(case.name, case)
         if twin is not case:
             raise DatasetError(

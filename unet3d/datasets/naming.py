@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
 
+if TYPE_CHECKING:
+    from unet3d.datasets.dataset import Case
+
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LETTERS = 200
@@ -31,14 +34,17 @@ IGNORE = "ignore"
 """Name of the label for unlabelled voxels, as in nnU-Net."""
 
 
-def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
-    """Return the names of channels in a description; without names, number the channels."""
+def channel_names(path: Path, tree: Mapping[str, Any], cases: Sequence["Case"]) -> tuple[str, ...]:
+    """Return the names of channels in a description, else in the first case; else number them."""
     given = tree.get("channel_names") or tree.get("modality")
     if not given:
-        if not images:
+        if not cases:
             raise DatasetError(f"{path}: channel_names is empty; name each channel")
-        num_channels = sum(open_source(image).geometry.num_channels for image in images)
-        return tuple(f"channel {channel}" for channel in range(num_channels))
+        sources = [open_source(image, cases[0].reading) for image in cases[0].images]
+        num_channels = sum(source.geometry.num_channels for source in sources)
+        stated = [name for source in sources for name in source.channel_names]
+        is_named = len(stated) == len({*stated}) == num_channels
+        given = stated if is_named else [f"channel {channel}" for channel in range(num_channels)]
     names = given if isinstance(given, (list, dict)) else [given]
     if isinstance(names, dict):
         numbers = [str(number) for number in range(len(names))]
@@ -49,11 +55,11 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
     return tuple(clean_name(path, f"channel {number}", name) for number, name in enumerate(names))
 
 
-def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> Labels:
+def read_labels(path: Path, tree: Mapping[str, Any], cases: Sequence["Case"]) -> Labels:
     """Return the labels of a description, or if it has none, the values in label maps."""
     given = tree.get("labels")
     if given is None:
-        return _labels_found_in(label_maps, path)
+        return _labels_found_in(cases, path)
     if not isinstance(given, dict):
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
     values_of = _values_of_labels(path, given)
@@ -149,21 +155,21 @@ def _label_value(path: Path, name: str, value: Any) -> int:
     return int(digits)
 
 
-def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
+def _labels_found_in(cases: Sequence["Case"], path: Path) -> Labels:
     logger.warning(
         "%s names no labels: reading all %d label maps to find them; add "
         '"labels": {"background": 0, ...} to save the time',
         path,
-        len(label_maps),
+        len(cases),
     )
     found: set[int] = {0}
-    for label_map in label_maps:
-        if not os.path.lexists(file_of(label_map)):  # is reported later
+    for case in cases:
+        if not os.path.lexists(file_of(case.label)):  # is reported later
             continue
-        found.update(np.unique(read_label(label_map).array).tolist())
+        found.update(np.unique(read_label(case.label, case.reading.near(None)).array).tolist())
         if len(found) > MAX_CLASSES:
             raise DatasetError(
-                f"{label_map} holds {len(found)} values; is it an image? name the labels in {path}"
+                f"{case.label} holds {len(found)} values; is it an image? name the labels in {path}"
             )
     labels = sorted(found)
     if labels[0] < 0 or len(labels) < 2 or labels[-1] > MAX_LABEL_VALUE:

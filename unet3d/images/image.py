@@ -236,8 +236,9 @@ class Image:
 
     def at_level(self, level: int) -> "Image":
         """Open another level of a pyramid, cut to the part that this image is."""
-        readings = [(one.path, replace(one.reading, level=level)) for one in self._sources]
-        found = image_of([open_source(*one) for one in readings])
+        readings = [one.reading.model_copy(update={"level": level}) for one in self._sources]
+        paths = [one.path for one in self._sources]
+        found = image_of(list(map(open_source, paths, readings)))
         whole = self._sources[0].geometry.shape
         begins = zip(self._start, self.shape[1:], whole, found.shape[1:], strict=True)
         x, y, z = (

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from isal import igzip, isal_zlib
 
-from unet3d.config import Shape, Spacing
+from unet3d.config import Reading as Reading
+from unet3d.config import Shape
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import times
 from unet3d.images.geometry import Geometry
@@ -43,26 +44,8 @@ Voxels = Any
 Slicing it gives read-only voxels that NumPy can convert to an array."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What users state about volumes of microscopes, whose files leave choices or lack metadata.
-
-    Other formats have neither, and ignore it.
-    """
-
-    spacing_mm: Spacing | None = None
-    """Spacing along X, Y, Z; None: as the file states."""
-    axes: str | None = None
-    """Names of the axes of an array, one letter each, such as ``zyx``; None: as the file states."""
-    time: int | None = None
-    """Point in time to read, counted from 0; None: the only one."""
-    level: int | None = None
-    """Level of a pyramid, 0 for the finest; None: the one nearest to ``near_mm``."""
-    near_mm: Spacing | None = None
-    """Spacing that the network works with; None: the finest level."""
-
-
 AS_STATED = Reading()
+"""Users state nothing about a volume."""
 
 
 @dataclass(eq=False)

@@ -17,9 +17,10 @@ from unet3d.datasets.naming import description_of, read_scored_labels
 from unet3d.errors import ConfigError, DatasetError, VolumeError
 from unet3d.images.files import volume_stem
 from unet3d.images.geometry import same_grid, with_spacing_of
-from unet3d.images.image import open_image
+from unet3d.images.image import open_source
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.source import AS_STATED, Reading
 from unet3d.images.units import MILLIMETRES, Units, default_tolerance_mm
 from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.pairing import find_pairs
@@ -150,6 +151,7 @@ def evaluate(
     scored: ScoredLabels = EVERY_VALUE,
     tolerance_mm: float | None = None,
     leave_out: bool = False,
+    reading: Reading = AS_STATED,
 ) -> Evaluation:
     """Compare segmentations with label maps.
 
@@ -157,17 +159,18 @@ def evaluate(
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. If no labels are named, every
     value but 0 is a label. Label maps in a folder may lack a segmentation, but every segmentation
     needs its label map unless ``leave_out``, because a segmentation without a label map is probably
-    misnamed.
+    misnamed. ``reading`` is what the user states about all files; a label map with several levels
+    is read at the one of its segmentation.
     """
-    found = find_pairs(predictions, labels, leave_out)
-    spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm
+    found = find_pairs(predictions, labels, leave_out, reading)
+    spacing_mm = open_source(found.pairs[0][0], reading).geometry.spacing_mm
     if tolerance_mm is None:
         tolerance_mm = default_tolerance_mm(spacing_mm)
     cases = []
     with counting("evaluating", len(found.pairs)) as show:
         for prediction, label in found.pairs:
             with explaining_memory(f"cannot compare {prediction} with {label}"):
-                cases.append(_compare(prediction, label, scored, tolerance_mm))
+                cases.append(_compare(prediction, label, scored, tolerance_mm, reading))
             show(len(cases))
     evaluation = Evaluation.of(
         cases,
@@ -216,9 +219,15 @@ def scored_labels(
     return replace(scored, ignore=ignore)
 
 
-def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelMap]:
+def read_pair(
+    prediction_path: Path,
+    label_path: Path,
+    reading: Reading = AS_STATED,
+    of_prediction: Reading = AS_STATED,
+) -> tuple[LabelMap, LabelMap]:
     """Read a segmentation and its label map, both with the axes of the label map."""
-    prediction, label = read_label(prediction_path), read_label(label_path)
+    prediction = read_label(prediction_path, of_prediction)
+    label = read_label(label_path, reading.near(prediction.geometry.spacing_mm))
     disagreement = same_grid(prediction.geometry, label.geometry)
     if disagreement is not None:
         raise VolumeError(
@@ -230,9 +239,13 @@ def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelM
 
 
 def _compare(
-    prediction_path: Path, label_path: Path, scored: ScoredLabels, tolerance_mm: float
+    prediction_path: Path,
+    label_path: Path,
+    scored: ScoredLabels,
+    tolerance_mm: float,
+    reading: Reading,
 ) -> CaseScores:
-    prediction, label = read_pair(prediction_path, label_path)
+    prediction, label = read_pair(prediction_path, label_path, reading, reading)
     predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
     _refuse_image(prediction_path, predicted_values, label_path, label_values)
     _refuse_image(label_path, label_values, prediction_path, predicted_values)

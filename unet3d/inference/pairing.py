@@ -16,6 +16,7 @@ from unet3d.images.files import (
     volume_stem,
 )
 from unet3d.images.image import open_source
+from unet3d.images.source import AS_STATED, Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +31,15 @@ class FoundPairs:
     """Names of segmentations without a label map."""
 
 
-def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
+def find_pairs(
+    predictions: Path, labels: Path, leave_out: bool = False, reading: Reading = AS_STATED
+) -> FoundPairs:
     """Pair two files, or the files of folders by their names."""
-    for path in (predictions, labels):
+    for path, of_path in ((predictions, reading), (labels, reading.near(None))):
         if not file_of(path).exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
         if not _is_list(path):
-            open_source(path)
+            open_source(path, of_path)
     if not _is_list(predictions) and not _is_list(labels):
         return FoundPairs(pairs=[(predictions, labels)])
     label_of = _by_stem(labels)

@@ -109,9 +109,9 @@ def predict(
         networks = Networks.read(paths if group.is_first else known, group, request.inference)
         parallel = choose_mode(parallel, networks, ranks)
         dims = ParallelDims.resolve(parallel, ranks=ranks)
-        num_channels = len(networks.preprocessing.channels)
+        preparation = networks.preprocessing
         scans = group.from_first(
-            lambda: find_scans(request, num_channels),
+            lambda: find_scans(request, len(preparation.channels), preparation.spacing_mm),
             to_plain=lambda found: found.model_dump(mode="json"),
             from_plain=FoundScans.model_validate,
         )

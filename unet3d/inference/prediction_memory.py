@@ -73,8 +73,9 @@ def planned_prediction(request: PredictionRequest, device_memory: float | None) 
         device = ParallelDims.resolve(request.placement).all_devices[0]
         gpu_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     try:
+        image = open_image(scan, reading=request.reading(networks.preprocessing.spacing_mm))
         memory = prediction_memory(
-            open_image(scan), networks, device, gpu_bytes, skips_empty=request.skip_background
+            image, networks, device, gpu_bytes, skips_empty=request.skip_background
         )
     except VolumeError as error:
         raise VolumeError(f"{scan[0]}: {error}") from error

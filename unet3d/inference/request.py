@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from unet3d.config import Config, ParallelSettings
+from unet3d.config import Config, ParallelSettings, Reading, Spacing
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import explained
 
@@ -26,7 +26,7 @@ class PredictionRequest(BaseModel):
     """Whether ``output`` is a folder even if its name has an ending; set if the output is text that
     ends in /."""
     settings: Mapping[str, Any] = {}
-    """Settings of windows and devices, dotted key to value; others are as in training."""
+    """Settings of windows, devices and reading, dotted key to value; others are as in training."""
     statistics: bool = False
     """Whether volume and intensity of each label are written, as JSON."""
     preview: bool = False
@@ -68,3 +68,8 @@ class PredictionRequest(BaseModel):
     def placement(self) -> ParallelSettings:
         """Return devices and mode of prediction, which may differ from the ones of training."""
         return Config().with_values(self.settings).parallel
+
+    def reading(self, near_mm: Spacing | None = None) -> Reading:
+        """Return how scans are read: by default at the level nearest to a network's spacing."""
+        asked = Config().with_values(self.settings).data.reading
+        return asked.model_copy(update={"near_mm": asked.near_mm or near_mm})

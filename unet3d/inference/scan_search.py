@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from unet3d.config import Spacing
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
 from unet3d.images.files import (
     SUFFIXES,
@@ -56,13 +57,16 @@ class FoundScans(BaseModel):
         return len(self.to_segment) + len(self.kept) + len(self.faults)
 
 
-def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
+def find_scans(
+    request: PredictionRequest, num_channels: int, near_mm: Spacing | None = None
+) -> FoundScans:
     """Return the scans and their outputs, after checking all names.
 
     Images are files, folders of volumes, or folders of DICOM slices. The output is a file for one
-    scan, a folder for any number, or None: beside each scan.
+    scan, a folder for any number, or None: beside each scan. Pyramids are read at the level nearest
+    to ``near_mm``.
     """
-    inputs, output = request.images, request.output
+    inputs, output, reading = request.images, request.output, request.reading(near_mm)
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(is_collection(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
@@ -79,7 +83,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
             place = _place(stem, images[0], output)
         else:
             place = output
-        scans.append(Scan(images=images, output=place))
+        scans.append(Scan(images=images, output=place, reading=reading))
     _refuse_collisions(scans, request)
     to_segment, kept, faults = [], [], []
     for case, scan in zip(groups, scans, strict=True):
@@ -111,7 +115,7 @@ def refuse_early(request: PredictionRequest) -> None:
         if is_collection(path):
             _volumes_in(path)
         elif len(inputs) == 1:  # if there are more, the others can be segmented
-            open_source(path)
+            open_source(path, request.reading())
             if output is None or _is_folder_of_results(request, output):
                 place = _place(volume_stem(_named(path)), _named(path), output)
             elif output.suffix:

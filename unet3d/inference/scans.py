@@ -15,6 +15,7 @@ from isal import igzip
 from pydantic import BaseModel, ConfigDict
 
 from unet3d.atomic import make_folder, replacing
+from unet3d.config import Reading
 from unet3d.datasets.labels import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.images.files import volume_stem
@@ -22,6 +23,7 @@ from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
 from unet3d.images.scratch import Scratch, forget_pages
+from unet3d.images.source import AS_STATED
 from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.ahead import ahead
 from unet3d.inputs.reading import open_regular, read_json
@@ -52,6 +54,8 @@ class Scan(BaseModel):
     """One file, or one for each channel."""
     output: Path
     """The file of the segmentation."""
+    reading: Reading = AS_STATED
+    """What the user states about the images, and the spacing of the network."""
 
     def beside(self, option: str) -> Path:
         """Return the file that an option of :class:`PredictionRequest` asks for."""
@@ -86,7 +90,7 @@ def is_whole(result: Path) -> bool:
 
 def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
     """Read all channels of a scan; compressed voxels are unpacked to ``scratch``."""
-    image = open_image(scan.images, scratch)
+    image = open_image(scan.images, scratch, scan.reading)
     image.load()
     warning = shear_warning(image.geometry)
     if warning is not None:
@@ -123,7 +127,8 @@ class ScansAhead:
 
     def _read_small(self, scan: Scan) -> Image | None:
         """Read a scan ahead; None if it would take too large a share of the available memory."""
-        needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
+        image = open_image(scan.images, reading=scan.reading)
+        needed = image.unpacked_bytes if self._scratch.is_memory else 0
         fits = needed <= MEMORY_SHARE * available_bytes()
         return read_scan(scan, self._scratch) if fits else None
 

@@ -80,7 +80,7 @@ class Experiment:
 
 def open_dataset(config: Config) -> Dataset:
     """Return the configured data set, or the phantom data, which are created on first use."""
-    dataset = load_dataset(config.data.dataset or _phantoms(config))
+    dataset = load_dataset(config.data.dataset or _phantoms(config), config.data.reading)
     return dataset if config.data.labels is None else with_labels(dataset, config.data.labels)
 
 

@@ -114,7 +114,7 @@ def plan_without_data(
     data, num_channels = config.data, 1
     regions: Regions = ()
     if data.dataset is not None:
-        dataset = load_dataset(data.dataset)
+        dataset = load_dataset(data.dataset, data.reading)
         without_statistics = data.model_copy(update={"normalization": "none"})
         preprocessing, fingerprint = plan_preprocessing(dataset, without_statistics)
         num_channels, num_outputs = len(dataset.channel_names), preprocessing.num_outputs

@@ -22,8 +22,9 @@ from unet3d.images.files import (
     volume_suffix,
 )
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
-from unet3d.images.image import open_image
+from unet3d.images.image import image_of, open_source
 from unet3d.images.labels import read_label
+from unet3d.images.source import Reading, Source
 from unet3d.preparation.resample import (
     SpacingSetting,
     median_spacing,
@@ -92,9 +93,23 @@ class _CaseCheck:
             if not os.path.lexists(file_of(path)):
                 what = "has no label map: " if path == case.label else ""
                 self.error(f"{what}{path} is missing; {self._remedy(path)}")
-            elif (image := self.read(open_image, path)) is not None:
-                self.headers[path] = image.geometry
+            elif (source := self.read(open_source, path)) is not None:
+                self.headers[path] = source.geometry
+                self.compare_names(source)
         self.image = self.headers.get(case.images[0])
+
+    def reading_of(self, path: Path) -> Reading:
+        """Return how a file is read: a label map with several levels at the one of its image."""
+        first = self.headers.get(self.case.images[0])
+        is_image, reading = path in self.case.images, self.case.reading
+        return reading if is_image else reading.near(first.spacing_mm if first else None)
+
+    def compare_names(self, source: Source) -> None:
+        """Note channels that the file names as the data set does, but in another order."""
+        names, wanted = source.channel_names, self.dataset.channel_names
+        if source.path in self.case.images and sorted(names) == sorted(wanted) and names != wanted:
+            order = f"{source.path} has the channels {some(names)}, in another order than"
+            self.error(f"{order} the data set, {some(wanted)}; bring them into one order")
 
     def _remedy(self, path: Path) -> str:
         """Return what to do about a missing file; nnU-Net's images end in a channel's number."""
@@ -109,10 +124,10 @@ class _CaseCheck:
     def warn(self, message: str) -> None:
         self.findings.append(Finding(case=self.case.name, severity="warning", message=message))
 
-    def read(self, reader: Callable[[Path], Read], path: Path) -> Read | None:
+    def read(self, reader: Callable[[Path, Reading], Read], path: Path) -> Read | None:
         """Return the content of a file; if it cannot be read, None after noting an error."""
         try:
-            return reader(path)
+            return reader(path, self.reading_of(path))
         except VolumeError as error:
             self.error(str(error))
         return None
@@ -171,7 +186,7 @@ class _CaseCheck:
             if path not in self.headers:
                 channel += 1
                 continue
-            image = self.read(lambda file: open_image(file).whole(), path)
+            image = self.read(lambda *file: image_of([open_source(*file)]).whole(), path)
             if image is not None:
                 contents.intensities |= self._measured(path, image, channel)
             channel += self.headers[path].num_channels

@@ -22,8 +22,9 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid
-from unet3d.images.image import Image, open_image
+from unet3d.images.image import Image, open_image, open_source
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
+from unet3d.images.source import AS_STATED
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import key_of, validated
 from unet3d.preparation.cache import Cache, PreparedCase
@@ -90,7 +91,9 @@ def plan_preprocessing(
     labelled cases count in every fold, so that folds share prepared arrays. ``geometries``: one for
     each case; by default headers are read.
     """
-    geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
+    geometries = geometries or [
+        open_source(case.images[0], case.reading).geometry for case in dataset.cases
+    ]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
     of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
@@ -196,7 +199,7 @@ def _examined(
 
 def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
     if outside is None:
-        image, intensities = open_image(case.images), None
+        image, intensities = open_image(case.images, reading=case.reading), None
     else:
         image, label = _read_case(case)
         inside = np.flatnonzero(np.isin(label.array, outside, invert=True))
@@ -249,10 +252,12 @@ def prepare_cases(
 
 
 def _digests(cases: Sequence[Case], store: Cache, labels: bool = True) -> list[list[str]]:
-    """Return the digests of the files of each case."""
+    """Return the digests of the files of each case, and what is stated about them."""
 
     def of_case(case: Case) -> list[str]:
-        return [store.digest(path) for path in (*case.images, *[case.label] * labels)]
+        stated = [case.reading.model_dump_json()] if case.reading != AS_STATED else []
+        files = (*case.images, *[case.label] * labels)
+        return [*stated, *(store.digest(path) for path in files)]
 
     with counting("hashing", len(cases)) as watch:
         return _in_threads(of_case, cases, watch)
@@ -297,7 +302,8 @@ def stored_image(
 
 def _read_case(case: Case) -> tuple[Image, LabelMap]:
     """Return a case's image and label map; VolumeError if they are not on one grid."""
-    image, label = open_image(case.images), read_label(case.label)
+    image = open_image(case.images, reading=case.reading)
+    label = read_label(case.label, case.reading.near(image.geometry.spacing_mm))
     disagreement = same_grid(image.geometry, label.geometry)
     if disagreement:
         where = f"not on the grid of {case.images[0]}"

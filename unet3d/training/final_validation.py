@@ -26,7 +26,7 @@ from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels, label_of, values_of
 from unet3d.errors import counted
 from unet3d.images.files import written_suffix
-from unet3d.images.image import open_image
+from unet3d.images.image import open_image, open_source
 from unet3d.images.labels import on_grid_of, read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.units import Units, default_tolerance_mm
@@ -137,7 +137,8 @@ class FinalValidation:
 
         def predict(case: Case, windows_done: WindowsDone) -> None:
             with explaining_memory(str(case.images[0])):
-                scan = Scan(images=case.images, output=folder / _file_of(case))
+                place = folder / _file_of(case)
+                scan = Scan(images=case.images, output=place, reading=case.reading)
                 image = read_scan(scan)
                 labels = predictor.segment(image, windows_done)
                 if self._context.has_results:  # the replica's other ranks have the same labels
@@ -161,7 +162,7 @@ class FinalValidation:
         def over_pairs(work: Any, what: str) -> list[Any]:
             def on_pair(case: Case, _: WindowsDone) -> Any:
                 with explaining_memory(f"cannot look for components in {_file_of(case)}"):
-                    return work(*read_pair(folder / _file_of(case), case.label))
+                    return work(*read_pair(folder / _file_of(case), case.label, case.reading))
 
             return self._over_cases(on_pair, watcher, what)
 
@@ -191,12 +192,13 @@ class FinalValidation:
         """Return the scores of all cases, the worst case first."""
         experiment = self._context.experiment
         scored = ScoredLabels.of(experiment.preprocessing)
-        spacing_mm = open_image(experiment.validation_files[0].images[0]).geometry.spacing_mm
+        first = experiment.validation_files[0]
+        spacing_mm = open_source(first.images[0], first.reading).geometry.spacing_mm
         tolerance_mm = default_tolerance_mm(spacing_mm)
 
         def score(case: Case, _: WindowsDone) -> list[Any]:
             with explaining_memory(f"cannot score {case.name}"):
-                prediction, label = read_pair(folder / _file_of(case), case.label)
+                prediction, label = read_pair(folder / _file_of(case), case.label, case.reading)
                 affine = label.geometry.affine
                 scores = score_maps(prediction.array, label.array, affine, scored, tolerance_mm)
             return [[list(values_of(one)), asdict(found)] for one, found in scores.items()]
@@ -263,7 +265,7 @@ def _worst_first(case: CaseScores) -> float:
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
     """Draw the cases with the lowest and the highest mean Dice, or the only case."""
-    images = {case.name: case.images[0] for case in cases}
+    files = {case.name: case for case in cases}
     scored = [case for case in evaluation.cases if case.mean_dice is not None]
     chosen = {}
     if scored:
@@ -274,15 +276,15 @@ def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -
     for name, (which, case) in chosen.items():
         title = f"{which}, mean Dice {case.mean_dice:.3f}: {case.name}"
         with explaining_memory(f"cannot draw {case.name}"):
-            preview = _preview(title, folder, images[case.name], case, evaluation)
+            preview = _preview(title, folder, files[case.name], case, evaluation)
             write_figure(preview_figure(preview), folder / name)
 
 
 def _preview(
-    title: str, folder: Path, image_path: Path, case: CaseScores, evaluation: Evaluation
+    title: str, folder: Path, files: Case, case: CaseScores, evaluation: Evaluation
 ) -> Preview:
-    image = open_image(image_path)
-    prediction, label = read_pair(folder / case.prediction, case.label)
+    image = open_image(files.images[0], reading=files.reading)
+    prediction, label = read_pair(folder / case.prediction, files.label, files.reading)
     if evaluation.scored.ignore is not None:
         prediction.array[label.array == evaluation.scored.ignore] = 0
     return Preview(

@@ -59,7 +59,7 @@ def check_early(request: Request, folds: str | None) -> None:
     named = (parallel.devices, parallel.mode, parallel.replicas)
     refuse_impossible(*named, precisions, is_alone)
     if data.dataset is not None:
-        dataset = load_dataset(data.dataset)
+        dataset = load_dataset(data.dataset, data.reading)
         if dataset.faults:  # all are reported together, later
             return
         if data.labels is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unet3d.config import Config
+from unet3d.config import Config, Reading
 from unet3d.config.configuration import in_yaml
 from unet3d.errors import CheckpointError, ConfigError, counted
 from unet3d.inputs.plain_data import is_close
@@ -21,7 +21,10 @@ from unet3d.training.saving import TrainingState
 
 logger = logging.getLogger(__name__)
 
-FIXED = ("data.fold", "training.seed", "training.optimizer")
+FIXED = (
+    *("data.fold", "training.seed", "training.optimizer"),
+    *(f"data.reading.{name}" for name in Reading.model_fields),
+)
 """Settings that must not change in a resumed run."""
 
 

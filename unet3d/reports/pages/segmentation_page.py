@@ -11,10 +11,11 @@ from markupsafe import Markup
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
 from unet3d.images.geometry import same_grid
-from unet3d.images.image import Image, open_image
+from unet3d.images.image import Image, open_image, open_source
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.source import AS_STATED, Reading
 from unet3d.images.units import Units
 from unet3d.inference.scans import label_statistics
 from unet3d.reports.figures import LABELS
@@ -43,23 +44,28 @@ ARRAY_VIEWS = ("XY", "XZ", "YZ")
 
 
 def segmentation_page(
-    segmentation: Path, image: Path, names: Mapping[int, str] | None = None
+    segmentation: Path,
+    image: Path,
+    names: Mapping[int, str] | None = None,
+    reading: Reading = AS_STATED,
 ) -> str:
     """Return the page of a segmentation and its scan.
 
     Names of labels are taken from the segmentation's header unless they are given. Raises
     VolumeError if a file cannot be read, the grids differ, the segmentation is not a label map, or
-    memory does not suffice.
+    memory does not suffice. ``reading`` is what the user states about both; a scan with several
+    levels is read at the one of the segmentation.
     """
-    scan = open_image(image)
-    disagreement = same_grid(open_image(segmentation).geometry, scan.geometry)
+    segmented = open_source(segmentation, reading).geometry
+    scan = open_image(image, reading=reading.near(segmented.spacing_mm))
+    disagreement = same_grid(segmented, scan.geometry)
     if disagreement is not None:
         raise VolumeError(
             f"{segmentation} and {image} do not lie on one grid: {disagreement}; name the scan "
             "that was segmented"
         )
     with explaining_memory(f"cannot show {segmentation}"):
-        labels = on_grid_of(scan.geometry, read_label(segmentation))
+        labels = on_grid_of(scan.geometry, read_label(segmentation, reading))
         return _page(_statistics(scan, labels, names), scan, labels)
 
 
