@@ -125,7 +125,7 @@ def command_of_nnunet(
     out: Path,
     device: str,
     *,
-    folds: Sequence[int] = (0,),
+    folds: Sequence[int | str] = (0,),
     mirrored: bool,
     before: Sequence[str] = (),
 ) -> tuple[list[object], dict[str, str]]:

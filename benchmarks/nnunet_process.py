@@ -85,11 +85,13 @@ class Request:
     labels: Mapping[str, int]
     """Value of each class."""
     validation: Sequence[str]
-    """The cases that are not trained on."""
+    """The cases that are not trained on; none: all cases train, nnU-Net's fold ``all``."""
     device: str
     """Device of the network."""
     num_workers: int
     """Processes that make patches; also processes that prepare cases."""
+    raw: str | None = None
+    """A data set in nnU-Net's layout, which is read as it is; None: the cases are copied."""
     steps: Steps | None = None
     """The steps to time; None: ``fit`` is requested."""
     fit: Fit | None = None
@@ -163,6 +165,26 @@ def prepare(request: Request) -> float:
     if (base / PREPARED).exists():
         return float(json.loads((base / PREPARED).read_text()))
     raw = Path(os.environ["nnUNet_raw"]) / DATASET
+    if request.raw is None:
+        copy_cases(request, raw)
+    elif not raw.exists():
+        raw.parent.mkdir(parents=True, exist_ok=True)
+        raw.symlink_to(Path(request.raw).absolute())
+    began = time.perf_counter()
+    num_processes = max(1, request.num_workers)
+    planning.extract_fingerprints([DATASET_ID], num_processes=num_processes)
+    planning.plan_experiments([DATASET_ID])
+    planning.preprocess([DATASET_ID], configurations=[CONFIGURATION], num_processes=[num_processes])
+    training = [name for name in request.cases if name not in request.validation]
+    folds = [{"train": training, "val": list(request.validation)}]
+    (base / "splits_final.json").write_text(json.dumps(folds))
+    seconds = time.perf_counter() - began
+    (base / PREPARED).write_text(json.dumps(seconds))
+    return seconds
+
+
+def copy_cases(request: Request, raw: Path) -> None:
+    """Write the scans as nnU-Net's raw data."""
     for name in ("imagesTr", "labelsTr"):
         (raw / name).mkdir(parents=True, exist_ok=True)
     for name, (images, label) in request.cases.items():
@@ -177,17 +199,6 @@ def prepare(request: Request) -> float:
         "overwrite_image_reader_writer": "NibabelIO",
     }
     (raw / "dataset.json").write_text(json.dumps(description))
-    began = time.perf_counter()
-    num_processes = max(1, request.num_workers)
-    planning.extract_fingerprints([DATASET_ID], num_processes=num_processes)
-    planning.plan_experiments([DATASET_ID])
-    planning.preprocess([DATASET_ID], configurations=[CONFIGURATION], num_processes=[num_processes])
-    training = [name for name in request.cases if name not in request.validation]
-    folds = [{"train": training, "val": list(request.validation)}]
-    (base / "splits_final.json").write_text(json.dumps(folds))
-    seconds = time.perf_counter() - began
-    (base / PREPARED).write_text(json.dumps(seconds))
-    return seconds
 
 
 def make_trainer(request: Request, name: str = "nnUNetTrainer", plans: str = PLANS) -> Any:
@@ -197,7 +208,8 @@ def make_trainer(request: Request, name: str = "nnUNetTrainer", plans: str = PLA
     device = torch.device(torch.device(request.device).type)  # ``ask`` shows it only one GPU
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-    return get_trainer_from_args(str(DATASET_ID), CONFIGURATION, 0, name, plans, device=device)
+    fold = 0 if request.validation else "all"
+    return get_trainer_from_args(str(DATASET_ID), CONFIGURATION, fold, name, plans, device=device)
 
 
 # Steps of our network

@@ -5,11 +5,11 @@
     python benchmarks/quality.py DATASET --held-out OTHER
 
 Both train on the cases that are not in the fold, with their own defaults: ``unet3d train DATASET``
-without a configuration (but for ``--set``), and nnU-Net's planner and trainer, 3d_fullres. With
-``--minutes`` both have the same wall time, without the time to prepare data: a short training run
-of each measures an epoch, from which the number of epochs follows. Without ``--minutes`` each
-trains for as many epochs as it does by default, which takes nnU-Net hours. ``--epochs`` and
-``--nnunet-epochs`` set the numbers.
+without a configuration (but for ``--config`` and ``--set``), and nnU-Net's planner and trainer,
+3d_fullres. With ``--minutes`` both have the same wall time, without the time to prepare data: a
+short training run of each measures an epoch, from which the number of epochs follows. Without
+``--minutes`` each trains for as many epochs as it does by default, which takes nnU-Net hours.
+``--epochs`` and ``--nnunet-epochs`` set the numbers.
 
 Then the commands of both segment the images of the fold and, with ``--held-out``, of another data
 set, from file to file, with and without mirror images. Ours omits its post-processing, which was
@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=words, default=one_device(), help="one training run on each"
     )
+    parser.add_argument("--config", type=Path, help="of ours; default: none")
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
     parser.add_argument("--keep", type=Path, help="leave all files in this folder")
@@ -158,11 +159,12 @@ def ours(
 
 
 def train(
-    arguments: argparse.Namespace, fold: int, device: str, num_epochs: int | None, run: Path
+    arguments: argparse.Namespace, fold: int | str, device: str, num_epochs: int | None, run: Path
 ) -> float:
     """Run ``unet3d train`` into a folder, and return the seconds that the command took."""
     said = ["train", arguments.dataset, "--fold", fold, "--seed", arguments.seed]
     said += ["--devices", device, "--output", run]
+    said += [] if arguments.config is None else ["--config", arguments.config]
     said += [word for change in arguments.changes for word in ("--set", change)]
     return unet3d(*said, *([] if num_epochs is None else ["--epochs", num_epochs]))
 
@@ -172,12 +174,14 @@ def epochs_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def our_num_epochs(arguments: argparse.Namespace, fold: int, device: str, folder: Path) -> int:
+def our_num_epochs(
+    arguments: argparse.Namespace, fold: int | str, device: str, folder: Path
+) -> int:
     """Return the number of epochs that ``unet3d train`` completes in the minutes."""
     train(arguments, fold, device, NUM_TIMED_EPOCHS, folder / "timed")
     config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
     last = epochs_of(folder / "timed")[-1]
-    validation = last["validation_seconds"] / config["training"]["validate_every"]
+    validation = last.get("validation_seconds", 0) / config["training"]["validate_every"]
     # A second run measures the rest: start, planning, compilation, validation.
     whole = train(arguments, fold, device, 1, folder / "started")
     beside = whole - epochs_of(folder / "started")[-1]["seconds"]

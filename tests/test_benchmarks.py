@@ -16,6 +16,7 @@ from unet3d.distributed.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("step", "kernels", "training", "prediction", "scaling", "memory", "quality", "nnunet")
+SCRIPTS += ("membranes",)
 DOCUMENTS = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 DOCUMENTS += [ROOT / "benchmarks" / f"{name}.py" for name in SCRIPTS]
 SMALL = "--channels 4,8,8 --shape 16,16,16"

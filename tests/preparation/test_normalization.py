@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from tests.images.samples import held_image, noise
 from tests.products import pairwise
 from unet3d.errors import VolumeError
 from unet3d.images import image as image_module
-from unet3d.preparation.normalization import ChannelNormalization, Scaling, kind_of, measured
+from unet3d.images.geometry import geometry_of_affine
+from unet3d.preparation import normalization
+from unet3d.preparation.normalization import (
+    ChannelNormalization,
+    Scaling,
+    is_microscopic,
+    kind_of,
+    measured,
+    sampled,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -100,9 +110,69 @@ def test_colours_are_from_0_to_255():
     ],
 )
 def test_a_training_normalises_a_channel_by_its_name_as_nnunet(name, kind):
-    assert kind_of(name, "auto") == kind
-    for setting in ("ct", "z-score", "none"):
-        assert kind_of(name, setting) == setting
+    assert kind_of(name, "auto", is_microscopic=False) == kind
+    of_microscope = "percentiles" if kind == "z-score" else kind
+    assert kind_of(name, "auto", is_microscopic=True) == of_microscope
+    for setting in ("ct", "percentiles", "z-score", "none"):
+        assert kind_of(name, setting, is_microscopic=True) == setting
+
+
+@pytest.mark.parametrize(
+    ("name", "spacing_mm", "expected"),
+    [
+        *(("a.tif", 1, True), ("a.ome.tiff", 1, True), ("a.ome.zarr", 1, True)),
+        *(("a.zarr.zip", 1, True), ("a.nii.gz", 1e-5, True), ("a.nii.gz", 0.02, False)),
+        *(("a.nrrd", 0.009, True), ("a.mha", 0.5, False), ("series", 1, False)),
+    ],
+)
+def test_a_volume_is_of_a_microscope_by_its_format_or_its_fine_voxels(name, spacing_mm, expected):
+    affine = np.diag([1.0, spacing_mm, 1.0, 1.0])
+    assert is_microscopic(geometry_of_affine(Path(name), (2, 2, 2, 1), affine)) == expected
+
+
+def large_image(array, monkeypatch, is_fine=True):
+    monkeypatch.setattr(normalization, "LARGE_VOXELS", 1000)
+    monkeypatch.setattr(normalization, "BOX_SHAPE", (3, 4, 5))
+    image = held_image(array, spacing_mm=(1e-5,) * 3 if is_fine else (1, 1, 1))
+    read, boxes = image.read, []
+
+    def noted(box=None, channel=None):
+        boxes.append(box)
+        return read(box, channel)
+
+    monkeypatch.setattr(image, "read", noted)
+    return image, boxes
+
+
+def test_of_a_large_volume_of_a_microscope_a_spread_sample_is_measured(monkeypatch):
+    array = RNG.integers(0, 60000, (2, 30, 41, 17), np.uint16)
+    image, boxes = large_image(array, monkeypatch)
+    found = measured(image, [None] * 2)
+    assert len(boxes) == 4**3
+    seen = np.zeros(array.shape[1:], int)
+    for box in boxes:
+        seen[box] += 1
+    # A quarter of the planes, 4 or 5 of 17, is at most what a box has.
+    assert seen.max() == 1 and seen.sum() == (4 * 3) * (4 * 4) * 17
+    for axis, size in enumerate(seen.shape):  # no quarter is left out
+        lines = seen.any(axis=tuple({0, 1, 2} - {axis}))
+        assert all(part.any() for part in np.array_split(lines, 4)), size
+    for one, channel in zip(found, array.astype(np.float64), strict=True):
+        counted = channel[seen > 0]
+        assert (one.mean, one.std) == pytest.approx((counted.mean(), counted.std()), rel=1e-5)
+    sample = sampled(image)
+    assert sorted(sample[1].ravel()) == sorted(array[1][seen > 0])
+
+
+def test_all_of_a_large_volume_is_measured_for_a_mask_an_axis_or_a_patient(monkeypatch):
+    array = RNG.normal(size=(1, 30, 41, 17)).astype(np.float32)
+    inside = array[0] > 0
+    for mask, axis, is_fine in ((inside, None, True), (None, 2, True), (None, None, False)):
+        image, _ = large_image(array, monkeypatch, is_fine)
+        (found,) = measured(image, [mask], axis)
+        counted = array[0] if mask is None else array[0][mask]
+        assert found.mean == pytest.approx(counted.mean(dtype=np.float64), rel=1e-5)
+    assert sampled(image).shape == array.shape
 
 
 def image_of(stored, slope=1.0, inter=0.0):

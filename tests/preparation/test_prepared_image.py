@@ -205,3 +205,18 @@ def test_what_is_enclosed_is_inside(share):
     np.testing.assert_array_equal(inside_mask(held_image(image)), expected)
     box = nonzero_box(held_image(image))
     np.testing.assert_array_equal(inside_mask(held_image(image).cut(box)), expected[box])
+
+
+def test_clipped_integers_are_prepared_without_reading_them_first(monkeypatch):
+    array = np.random.default_rng(1).integers(0, 255, (1, 9, 8, 7), np.uint8)
+    how = ChannelNormalization(kind="ct", low=20, high=200, mean=100, std=40)
+    image = held_image(array)
+    with monkeypatch.context() as patch:
+        patch.delattr(type(image), "read")
+        prepared = PreparedImage(image, plan(None, Interpolation(), [how]))
+        np.testing.assert_allclose(prepared.whole(), (array.clip(20, 200) - 100.0) / 40, atol=1e-6)
+    assert prepared.largest == pytest.approx(2.5)
+    with pytest.raises(VolumeError, match="1 of 504 voxels that are NaN"):  # floats are looked at
+        floats = array.astype(np.float32)
+        floats[0, 1, 2, 3] = np.nan
+        PreparedImage(held_image(floats), plan(None, Interpolation(), [how]))

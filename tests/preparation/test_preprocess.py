@@ -130,6 +130,50 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         assert [channel.kind for channel in plan.channels] == [kind]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "spacing_mm", "kind"),
+    [("u1", 1e-5, "ct"), ("u2", 1e-5, "ct"), ("i2", 1e-5, "z-score"), ("u1", 1.0, "z-score")],
+)
+def test_volumes_of_microscopes_are_scaled_by_percentiles_of_the_data_set(
+    tmp_path, settings, dtype, spacing_mm, kind
+):
+    """The statistics are of all voxels, and every case has the same weight."""
+    rng = np.random.default_rng(3)
+    root = write_msd(tmp_path / "data", num_cases=3, shape=(12, 9, 7))
+    images = [rng.integers(1, 250, (12, 9, size)).astype(dtype) for size in (7, 7, 21)]
+    for number, image in enumerate(images):
+        size = (spacing_mm,) * 3
+        write_volume(root / f"imagesTr/case_{number}.nii.gz", image, size)
+        write_volume(root / f"labelsTr/case_{number}.nii.gz", (image > 99).astype("u1"), size)
+    dataset = load_dataset(root)
+    plan, _ = plan_preprocessing(dataset, settings)
+    (how,) = plan.channels
+    assert how.kind == kind
+    chosen, _ = plan_preprocessing(dataset, with_(settings, normalization="percentiles"))
+    if kind == "ct":
+        assert chosen.channels == plan.channels
+    values = np.concatenate([*(image.ravel() for image in images[:2] * 3), images[2].ravel()])
+    values = np.sort(values.astype(np.float64))
+    (how,) = chosen.channels
+    assert (how.mean, how.std) == pytest.approx((values.mean(), values.std()))
+    assert (how.low, how.high) == tuple(np.quantile(values, [0.005, 0.995], method="inverted_cdf"))
+
+
+def test_percentiles_of_many_voxels_are_of_a_sample_and_kept(tmp_path, settings, monkeypatch):
+    monkeypatch.setattr(preprocess, "MAX_INTENSITIES_PER_CASE", 400)
+    root = write_msd(tmp_path / "data", num_cases=1, shape=(30, 20, 10))
+    image = np.random.default_rng(0).normal(1000, 50, (30, 20, 10)).astype(np.uint16)
+    for kind, array in (("images", image), ("labels", (image > 1000).astype("u1"))):
+        write_volume(root / f"{kind}Tr/case_0.nii.gz", array, (1e-4,) * 3)
+    dataset = load_dataset(root)
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    (how,) = plan.channels
+    assert how.mean == pytest.approx(1000, abs=10) and how.std == pytest.approx(50, abs=8)
+    assert how.low == pytest.approx(1000 - 2.58 * 50, abs=40)
+    forbid_reading(monkeypatch)
+    assert plan_preprocessing(dataset, settings) == (plan, fingerprint)
+
+
 def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monkeypatch):
     root = write_msd(tmp_path / "data", modality="CT")
     sizes = (12, 60, 360)

@@ -17,6 +17,7 @@ from unet3d.config.values import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
 from unet3d.config.values import Channels as Channels
 from unet3d.config.values import Few as Few
 from unet3d.config.values import Fold as Fold
+from unet3d.config.values import Normalization as Normalization
 from unet3d.config.values import Offload as Offload
 from unet3d.config.values import Recompute as Recompute
 from unet3d.config.values import Shape as Shape

@@ -20,6 +20,7 @@ from unet3d.config.values import (
     LabelNames,
     Many,
     Name,
+    Normalization,
     Number,
     Offload,
     Recompute,
@@ -76,12 +77,15 @@ class DataSettings(Section):
     times the spacing of the pixels, and each side of a slice has more than 3 times as many pixels
     as there are slices. native: each case keeps its spacing. auto: the spacing of training.init,
     else median."""
-    normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
-    """How intensities are scaled. ct: by the Hounsfield statistics of the data set. z-score: by the
-    mean and standard deviation of each case; of nonzero voxels only, if cropping zeros around the
-    image removes a quarter of the volume or more. auto: chosen by the name of each channel as in
-    nnU-Net: ct for CT, none for noNorm, a range of 0 to 1 for rescale_to_0_1, division by 255 for
-    rgb_to_0_1, and z-score for any other name."""
+    normalization: Normalization = "auto"
+    """How intensities are scaled. ct: by the Hounsfield statistics of the data set, within its
+    labels. percentiles: likewise by the statistics of all voxels: intensities beyond percentiles
+    0.5 and 99.5 of the data set are clipped. z-score: by the mean and standard deviation of each
+    case; of nonzero voxels only, if cropping zeros around the image removes a quarter of the volume
+    or more. auto: chosen by the name of each channel as in nnU-Net: ct for CT, none for noNorm, a
+    range of 0 to 1 for rescale_to_0_1, division by 255 for rgb_to_0_1. For any other name,
+    percentiles if all cases are uint8 or uint16 volumes of microscopes (TIFF, OME-Zarr, HDF5, or
+    voxels finer than 0.01 mm), else z-score."""
     reading: Reading = Reading()
     cache: FilePath | None = None
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""

@@ -102,5 +102,6 @@ Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
 """Number of the fold that validates; ``none``: train on all cases."""
 Recompute = Literal["norm", "level", "off"]
+Normalization = Literal["auto", "ct", "percentiles", "z-score", "none"]
 Offload = Literal["none", "skips"]
 LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16), IN_LIST]

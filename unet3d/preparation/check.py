@@ -25,6 +25,7 @@ from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning,
 from unet3d.images.image import image_of, open_source
 from unet3d.images.labels import read_label
 from unet3d.images.source import Reading, Source
+from unet3d.preparation.normalization import sampled
 from unet3d.preparation.resample import (
     SpacingSetting,
     median_spacing,
@@ -186,7 +187,7 @@ class _CaseCheck:
             if path not in self.headers:
                 channel += 1
                 continue
-            image = self.read(lambda *file: image_of([open_source(*file)]).whole(), path)
+            image = self.read(lambda *file: sampled(image_of([open_source(*file)])), path)
             if image is not None:
                 contents.intensities |= self._measured(path, image, channel)
             channel += self.headers[path].num_channels

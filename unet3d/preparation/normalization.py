@@ -1,12 +1,16 @@
 """Normalisation of a channel's intensities: to mean 0 and standard deviation 1, or to 0 ... 1.
 
 Each normalisation clips, subtracts and divides. Statistics of the whole image are computed first,
-in one pass over its pieces (:func:`measured`); then any part can be normalised separately.
+in one pass over its pieces (:func:`measured`); then any part can be normalised separately. Of a
+large volume of a microscope, a sample of boxes is measured. They are of the level that is used:
+a coarser one, in which neighbours are averaged, has a smaller deviation (by 19 % after three
+halvings of a FIB-SEM).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,14 +18,32 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from unet3d.config import Normalization
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
+from unet3d.images.files import format_of
+from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box, Image
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import PLAIN
 
 MOST_THREADS = 8
 """With more threads, memory bandwidth is the limit."""
+
+FORMATS_OF_MICROSCOPES = ("tiff", "ome_zarr", "hdf5")
+"""Modules of :mod:`unet3d.images`."""
+
+FINE_MM = 0.01
+"""Voxels finer than this are of a microscope, whatever the format."""
+
+LARGE_VOXELS = 10**8
+"""Images of microscopes with more voxels than this, along X, Y, Z, are not measured completely."""
+
+NUM_BOXES = 4
+"""Number of boxes of a sample along each axis."""
+
+BOX_SHAPE = (140, 140, 8)
+"""Voxels of a box of a sample along X, Y, Z: 10^7 in all boxes, on few pages of a TIFF."""
 
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -49,7 +71,8 @@ class ChannelNormalization:
     """How the intensities of one channel become comparable.
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
-    and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with mean and
+    and ``std``, because Hounsfield units mean the same in every scan; likewise for percentiles of
+    the volumes of microscopes. ``z-score``: with mean and
     deviation of all voxels of the image. ``z-score-inside``: with mean and deviation of the voxels
     inside the mask; outside is 0. ``rescale``: from 0 for the lowest intensity to 1 for the
     highest. ``rgb``: 255 becomes 1. ``none``: unchanged.
@@ -67,14 +90,52 @@ class ChannelNormalization:
     intensities of the image. With 0, the result does not depend on the unit of intensities."""
 
 
-def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
+def kind_of(
+    channel_name: str, setting: Normalization, is_microscopic: bool
+) -> Kind | Literal["percentiles"]:
     """Return how training normalises a channel, by ``data.normalization`` or its name."""
     if setting != "auto":
         return setting
     name = channel_name.strip().lower()
     if name.startswith(("ct ", "ct_", "ct-")):
         return "ct"
-    return KINDS_BY_NAME.get(name, "z-score")
+    return KINDS_BY_NAME.get(name, "percentiles" if is_microscopic else "z-score")
+
+
+def is_microscopic(geometry: Geometry) -> bool:
+    """Return whether an image is of a microscope, by its format or the size of its voxels."""
+    found = format_of(geometry.path)
+    by_format = found is not None and found.module in FORMATS_OF_MICROSCOPES
+    return by_format or min(geometry.spacing_mm) < FINE_MM
+
+
+def is_large(image: Image) -> bool:
+    """Return whether an image is one of a microscope of which only a sample is measured."""
+    return math.prod(image.geometry.shape) > LARGE_VOXELS and is_microscopic(image.geometry)
+
+
+def sample_boxes(image: Image) -> list[Box]:
+    """Return boxes for the statistics of an image: of all voxels or, if it is large, of a few."""
+    if not is_large(image):
+        return list(image.pieces())
+    along = []
+    for size, length in zip(image.geometry.shape, BOX_SHAPE, strict=True):
+        ends = [size * number // NUM_BOXES for number in range(NUM_BOXES + 1)]
+        parts = []
+        for begin, end in pairwise(ends):
+            taken = min(length, end - begin)
+            start = begin + (end - begin - taken) // 2
+            parts.append(slice(start, start + taken))
+        along.append(parts)
+    return list(product(*along))
+
+
+def sampled(image: Image) -> Array:
+    """Return all intensities (C, X, Y, Z) or, if an image is large, of a sample (C, N, 1, 1)."""
+    if not is_large(image):
+        return image.whole()
+    parts = [image.read(box) for box in sample_boxes(image)]
+    return np.concatenate([part.reshape(len(part), -1, 1, 1) for part in parts], axis=1)
 
 
 class Intensities(NamedTuple):
@@ -87,6 +148,11 @@ class Intensities(NamedTuple):
     """Lowest intensity of each plane along an axis, or of all voxels, (1,)."""
     highest: Array
 
+    @classmethod
+    def between(cls, low: float, high: float) -> "Intensities":
+        """Return what is known without reading voxels, of a channel that is clipped."""
+        return cls(0.0, 1.0, np.array([low], np.float32), np.array([high], np.float32))
+
 
 def measured(
     image: Image, masks: Sequence[Mask | None], axis: int | None = None
@@ -95,7 +161,8 @@ def measured(
 
     Only voxels inside a channel's mask (X, Y, Z) count; without a mask, all voxels count. With an
     axis, the extremes are measured in each plane along it, and voxels of a plane outside the mask
-    count as having the mean.
+    count as having the mean. Of a large image only a sample counts, unless it has a mask or an axis
+    is given.
     """
     others = tuple(one for one in range(3) if one != axis)
 
@@ -109,7 +176,8 @@ def measured(
             found.append((_moments(counted), lowest, highest))
         return found
 
-    boxes = list(image.pieces())
+    needs_all = axis is not None or any(mask is not None for mask in masks)
+    boxes = list(image.pieces()) if needs_all else sample_boxes(image)
     pieces = on_pieces(of_piece, boxes)
     moments = np.array([[one[0] for one in piece] for piece in pieces], np.float64)
     num_wrong, count, mean, squares = moments.T

@@ -18,7 +18,14 @@ from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
 from unet3d.preparation.interpolation import Resampling, resample_classes
-from unet3d.preparation.normalization import Mask, Scaling, measured, on_pieces
+from unet3d.preparation.normalization import (
+    Intensities,
+    Mask,
+    Scaling,
+    is_large,
+    measured,
+    on_pieces,
+)
 from unet3d.preparation.resample import visible_shape
 from unet3d.preparation.transform import Preprocessing
 
@@ -53,11 +60,19 @@ class PreparedImage:
         self._has_told = False
         interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
         slice_axis = interpolation.slice_axis(spacing_mm, target_mm)
+        clips = interpolation.clips and not is_large(image)
         is_masked = [how.kind == "z-score-inside" for how in channels]
         with explaining_memory("the image cannot be prepared"):
             self._inside = inside_mask(image) if any(is_masked) else None
             masks = [self._inside if masked else None for masked in is_masked]
-            found = measured(image, masks, slice_axis)
+            if (
+                not clips
+                and image.dtype.kind in "bui"
+                and all(how.kind == "ct" for how in channels)
+            ):
+                found = [Intensities.between(how.low, how.high) for how in channels]
+            else:
+                found = measured(image, masks, slice_axis if clips else None)
         self._scalings = [Scaling.of(*one) for one in zip(channels, found, strict=True)]
         ranges = torch.from_numpy(np.stack([[one.lowest, one.highest] for one in found]))
         for scaling, one in zip(self._scalings, ranges, strict=True):
@@ -70,7 +85,7 @@ class PreparedImage:
                 "or train with data.normalization=z-score"
             )
         orders = interpolation.orders(slice_axis)
-        limits = ranges if interpolation.clips else None
+        limits = ranges if clips else None
         self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
         self.nearest_axis: int | None = None
         """Axis along which logits are resampled to the image's own spacing by taking the nearest

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,13 @@ from unet3d.images.source import AS_STATED
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import key_of, validated
 from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.normalization import ChannelNormalization, kind_of
+from unet3d.preparation.normalization import (
+    ChannelNormalization,
+    Kind,
+    is_microscopic,
+    kind_of,
+    sampled,
+)
 from unet3d.preparation.prepared_image import (
     kept_box,
     nonzero_box,
@@ -43,7 +49,10 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 MAX_INTENSITIES_PER_CASE = 10_000
-"""Most voxels of a case for the statistics of CT channels."""
+"""Most voxels of a case for the statistics of channels."""
+
+RAW_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
+"""Types of intensities as microscopes measure them."""
 
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
@@ -87,19 +96,16 @@ def plan_preprocessing(
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Voxels are read for the nonzero box and the statistics of CT channels; the cache keeps both. All
+    Voxels are read for the nonzero box and the statistics of channels; the cache keeps both. All
     labelled cases count in every fold, so that folds share prepared arrays. ``geometries``: one for
     each case; by default headers are read.
     """
     geometries = geometries or [
         open_source(case.images[0], case.reading).geometry for case in dataset.cases
     ]
-    kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
-    channels = [ChannelNormalization(kind=kind) for kind in kinds]
-    of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
-    kept, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct)
-    for channel, how in zip(of_ct, statistics, strict=True):
-        channels[channel] = how
+    is_raw = settings.normalization == "auto" and _is_raw(dataset, geometries)
+    kinds = [kind_of(name, settings.normalization, is_raw) for name in dataset.channel_names]
+    kept, channels = _found_in_voxels(dataset, Cache(settings.cache), kinds)
     shares = [
         math.prod(box) / math.prod(one.shape) for box, one in zip(kept, geometries, strict=True)
     ]
@@ -129,18 +135,48 @@ def plan_preprocessing(
     return preprocessing, fingerprint
 
 
+def _is_raw(dataset: Dataset, geometries: Sequence[Geometry]) -> bool:
+    """Return whether all cases have intensities as microscopes measure them."""
+    return all(map(is_microscopic, geometries)) and all(
+        open_image(case.images, reading=case.reading).dtype in RAW_TYPES for case in dataset.cases
+    )
+
+
 def _found_in_voxels(
-    dataset: Dataset, store: Cache, of_ct: Sequence[int]
+    dataset: Dataset, store: Cache, kinds: Sequence[Kind | Literal["percentiles"]]
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
-    """Return the shape of the nonzero box of each case, and the normalisation of CT channels.
+    """Return the shape of the nonzero box of each case, and the normalisation of each channel.
 
     The cache keeps the results of each case and of all cases together, so only new cases are read.
     """
-    cases = dataset.cases
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
     outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
-    digests = _digests(cases, store, labels=bool(of_ct))
-    key = key_of([digests, [outside, of_ct] if of_ct else []], VERSION)
+    shapes: list[Shape] = []
+    known: dict[int, ChannelNormalization] = {}
+    for counted, excluded in (("ct", outside), ("percentiles", [])):
+        numbers = [number for number, kind in enumerate(kinds) if kind == counted]
+        if numbers:
+            shapes, found = _statistics(dataset, store, numbers, excluded)
+            known |= dict(zip(numbers, found, strict=True))
+    channels = [
+        known[number]
+        if kind == "percentiles" or number in known
+        else ChannelNormalization(kind=kind)
+        for number, kind in enumerate(kinds)
+    ]
+    return shapes or _statistics(dataset, store, (), None)[0], channels
+
+
+def _statistics(
+    dataset: Dataset, store: Cache, numbers: Sequence[int], outside: Sequence[int] | None
+) -> tuple[list[Shape], list[ChannelNormalization]]:
+    """Return the shape of each nonzero box, and the normalisation of channels by statistics.
+
+    They count voxels without the label values of ``outside``.
+    """
+    cases = dataset.cases
+    digests = _digests(cases, store, labels=bool(outside))
+    key = key_of([digests, [] if outside is None else [outside, numbers]], VERSION)
     record = store.folder / "planned" / f"{key}.json"
 
     def read(tree: Any) -> tuple[list[Shape], list[ChannelNormalization]]:
@@ -154,20 +190,19 @@ def _found_in_voxels(
     with counting("reading", len(cases)) as watch:
         # Threads: starting processes would take longer than reading most data sets.
         found = _in_threads(
-            lambda task: _examined(*task, store, outside if of_ct else None),
+            lambda task: _examined(*task, store, outside),
             list(zip(cases, digests, strict=True)),
             watch,
         )
-    statistics = []
-    if of_ct:
-        collected = [voxels for _, voxels in found if voxels is not None]
-        if not any(len(of_case) for of_case in collected):
-            raise DatasetError(
-                f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
-                "check the labels or set data.normalization=z-score"
-            )
-        for channel in of_ct:
-            statistics.append(ct_normalization([of_case[:, channel] for of_case in collected]))
+    collected = [voxels for _, voxels in found if voxels is not None]
+    if numbers and not any(len(of_case) for of_case in collected):
+        raise DatasetError(
+            f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
+            "check the labels or set data.normalization=z-score"
+        )
+    statistics = [
+        ct_normalization([of_case[:, number] for of_case in collected]) for number in numbers
+    ]
     shapes = [shape for shape, _ in found]
     remember(record, {"shapes": shapes, "ct": [asdict(one) for one in statistics]})
     return shapes, statistics
@@ -198,22 +233,30 @@ def _examined(
 
 
 def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
+    intensities = None
     if outside is None:
-        image, intensities = open_image(case.images, reading=case.reading), None
-    else:
+        image = open_image(case.images, reading=case.reading)
+    elif outside:
         image, label = _read_case(case)
         inside = np.flatnonzero(np.isin(label.array, outside, invert=True))
-        if len(inside) > MAX_INTENSITIES_PER_CASE:
-            rng = np.random.default_rng(0)
-            inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
-        intensities = image.whole().reshape(image.num_channels, -1)[:, inside].T
-        if not np.isfinite(intensities).all():
-            raise VolumeError(
-                f"{case.images[0]} has voxels inside its labels that are NaN or infinite; replace "
-                "them, for example by 0"
-            )
+        intensities = image.whole().reshape(image.num_channels, -1)[:, inside[_some(len(inside))]].T
+    else:
+        image = open_image(case.images, reading=case.reading)
+        values = sampled(image).reshape(image.num_channels, -1)
+        intensities = values[:, _some(values.shape[1])].T
+    if intensities is not None and not np.isfinite(intensities).all():
+        raise VolumeError(
+            f"{case.images[0]} has voxels that are NaN or infinite; replace them, for example by 0"
+        )
     x, y, z = (part.stop - part.start for part in nonzero_box(image))
     return (x, y, z), intensities
+
+
+def _some(number: int) -> npt.NDArray[np.int64]:
+    """Return indices of a number of voxels, at most :data:`MAX_INTENSITIES_PER_CASE`."""
+    if number <= MAX_INTENSITIES_PER_CASE:
+        return np.arange(number)
+    return np.random.default_rng(0).choice(number, MAX_INTENSITIES_PER_CASE, replace=False)
 
 
 def prepare_cases(
