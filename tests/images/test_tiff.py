@@ -120,6 +120,55 @@ def test_channels_and_colours_are_channels(tmp_path, options):
     np.testing.assert_array_equal(read_image(path), ours(CHANNELS, "ZCYX"))
 
 
+def test_users_may_name_the_axes_and_choose_a_point_in_time(tmp_path):
+    film = np.stack([CHANNELS, CHANNELS[::-1]])  # T, Z, C, Y, X
+    for options in (
+        {"imagej": True, "metadata": {"axes": "TZCYX"}},
+        {"ome": True, "metadata": {"axes": "TZCYX"}, "compression": "zlib"},
+    ):
+        path = written(tmp_path / "film.tif", film, **options)
+        for time in range(2):
+            image = open_image(path, reading=Reading(time=time))
+            np.testing.assert_array_equal(image.whole(), ours(film[time], "ZCYX"))
+    assert "2 points in time; choose one with --time, 0 to 1, or if they are planes" in refusal(
+        path
+    )
+    path = written(tmp_path / "scan.tif", CHANNELS)  # QQYX
+    image = open_image(path, reading=Reading(axes="zcyx"))
+    np.testing.assert_array_equal(image.whole(), ours(CHANNELS, "ZCYX"))
+    image = open_image(path, reading=Reading(axes="tzyx", time=3))
+    np.testing.assert_array_equal(image.whole(), ours(CHANNELS[3]))
+    path = written(tmp_path / "frames.tif", imagej=True, metadata={"axes": "TYX"})
+    np.testing.assert_array_equal(
+        open_image(path, reading=Reading(axes="zyx")).whole(), ours(ARRAY)
+    )
+    path = written(tmp_path / "colours.tif", COLOURS, photometric="rgb")
+    image = open_image(path, reading=Reading(axes="zyxc"))
+    np.testing.assert_array_equal(image.whole(), ours(COLOURS, "ZYXS"))
+
+    def read_as(axes):
+        return refusal(path, lambda path: open_image(path, reading=Reading(axes=axes)))
+
+    assert "7x40x50x3), named z,y,x; a volume needs z, y and x, each once" in read_as("zyx")
+    assert "do not end in y, x and colours" in read_as("zxyc")
+    assert "do not end in y, x and colours" in read_as("cyxz")
+
+
+def test_channels_and_the_position_of_ome(tmp_path):
+    positions = {"PositionX": [3.0] * 14, "PositionY": [-2.0] * 14, "PositionZ": [8.0] * 14}
+    units = {f"Position{axis}Unit": ["mm" if axis == "Z" else "µm"] * 14 for axis in "XYZ"}
+    metadata = {"axes": "CZYX", "Channel": {"Name": ["nuclei", "walls"]}}
+    metadata |= {"Plane": positions | units, "PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm"}
+    metadata |= {"PhysicalSizeY": 0.5, "PhysicalSizeZ": 2.0}
+    path = written(tmp_path / "scan.tif", CHANNELS.swapaxes(0, 1), ome=True, metadata=metadata)
+    (source,) = open_image(path)._sources
+    assert source.channel_names == ("nuclei", "walls") and source.geometry.unit == "micrometer"
+    np.testing.assert_allclose(source.geometry.affine[:3, 3], (3e-3, -2e-3, 8))
+    write_label(tmp_path / "seg.tif", ours(ARRAY)[0], source.geometry)
+    found = open_image(tmp_path / "seg.tif").geometry
+    np.testing.assert_allclose(found.affine, source.geometry.affine, rtol=1e-9)
+
+
 def test_a_large_file_of_imagej_describes_its_first_page_alone(tmp_path):
     text = f"ImageJ=1.54f\nimages={len(ARRAY)}\nslices={len(ARRAY)}\n"
     options = {"description": text, "metadata": None, "byteorder": ">"}
@@ -157,8 +206,8 @@ def test_spacing_of_ome_and_imagej_and_resolution(tmp_path):
     assert spacing_of(written(path, imagej=True, **fiji)) == (2e-4, 2.5e-7, 3)
     fiji["metadata"] = {"axes": "ZYX", "unit": "pixel", "spacing": 3}
     assert spacing_of(written(path, imagej=True, **fiji)) == (0.2, 0.25, 3)
-    inches = {"resolution": (254, 127), "resolutionunit": "inch", "metadata": {"spacing": 0.02}}
-    assert spacing_of(written(path, **inches)) == (0.1, 0.2, 0.508)
+    printed = written(path, resolution=(72, 72), resolutionunit="inch")
+    assert not open_image(printed).geometry.has_spacing
 
 
 def test_an_unknown_spacing_is_said_once_for_a_folder(tmp_path, caplog):
@@ -378,8 +427,8 @@ def test_other_images_are_refused(tmp_path):
 
     assert "has one page, and a volume needs at least two; name the folder" in message(ARRAY[0])
     frames = {"imagej": True, "metadata": {"axes": "TYX"}}
-    assert "has 7 points in time; export one of them" in message(ARRAY, **frames)
-    assert "has the axes QQYX (7x2 pages); it needs one axis Z" in message(CHANNELS)
+    assert "has 7 points in time; choose one with --time, 0 to 6, or" in message(ARRAY, **frames)
+    assert "has 4 axes (7x2x40x50), named z,z,y,x; a volume needs" in message(CHANNELS)
     alpha = np.concatenate([COLOURS, COLOURS[..., :1]], axis=3)
     rgba = {"photometric": "rgb", "extrasamples": ["unassalpha"]}
     assert "has colours with alpha (transparency); save it without" in message(alpha, **rgba)
@@ -466,7 +515,7 @@ def test_missing_strips_and_damaged_ones_are_refused(tmp_path):
     assert "cannot read plane 4 in" in refusal(path)
     content[place : place + 4] = bytes(4)
     path.write_bytes(content)
-    assert "lacks voxels of plane 4 of 7; it is damaged" in refusal(path, open_image)
+    assert "lacks voxels of plane 4 of 7, or claims more" in refusal(path, open_image)
 
 
 def test_plain_strips_that_are_too_short_are_refused(tmp_path):
@@ -476,7 +525,7 @@ def test_plain_strips_that_are_too_short_are_refused(tmp_path):
         counts = list(tag.value)
         counts[1] -= 50
         tag.overwrite(counts)
-    assert "claims 40x50x1 voxels for plane" in refusal(path, open_image)
+    assert "lacks voxels of plane" in refusal(path, open_image)
 
 
 def test_a_file_cannot_make_tifffile_open_another(tmp_path):
@@ -494,6 +543,9 @@ def test_a_file_cannot_make_tifffile_open_another(tmp_path):
     for path in (first, second):
         written(path, ARRAY[0], description=xml, metadata=None)
     assert "has one page" in refusal(first)
+    for path in (first, second):
+        written(path, ARRAY[:2], description=xml, metadata=None)
+    assert "is one of several files of an OME-TIFF; save" in refusal(first)
 
 
 @pytest.mark.parametrize("name", ["plain", "zlib", "ome"])

@@ -62,7 +62,8 @@ def point_in_time(path: Path, number: int, reading: Reading) -> int:
     """Return which of a number of points in time to read."""
     if number > 1 and reading.time is None:
         raise VolumeError(
-            f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}"
+            f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}, or if "
+            "they are planes, name the axes with --axes, such as zyx"
         )
     if not 0 <= (reading.time or 0) < number:
         raise VolumeError(

@@ -19,9 +19,18 @@ from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry
 from unet3d.images.label_names import HUES
 from unet3d.images.memory_limits import refuse_beyond_memory
-from unet3d.images.microscopy import length_mm, package, placed
+from unet3d.images.microscopy import (
+    NAMES,
+    length_mm,
+    named_axes,
+    package,
+    placed,
+    point_in_time,
+    rounded,
+    written_place,
+)
 from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
-from unet3d.images.tiff_stack import DAMAGED, Plane, Stack, num_pages
+from unet3d.images.tiff_stack import DAMAGED, Planes, Stack, num_pages
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
@@ -40,35 +49,37 @@ BUFFER_BYTES = 512
 MAX_IMAGEJ_BYTES = 2**31
 """More voxels than this, and a file may exceed the 4 GiB of ImageJ's format."""
 
-RESOLUTION_MM = {2: 25.4, 3: 10.0}
-"""TIFF's units of resolution, inch and centimetre, in mm."""
+CENTIMETRE = 3
+"""TIFF's unit of a resolution."""
 
-PLANE_AXES, CHANNEL_AXES = "ZIQ", "CS"
-"""tifffile's letters of axes; I and Q are pages whose meaning the file does not state."""
+AXES = {"I": "z", "Q": "z", "S": "c"}
+"""Axes by tifffile's letters: of pages whose meaning the file does not state, and of colours."""
 
 ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
 """Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 
 class _Opened(NamedTuple):
-    """One file: its planes, each of one or several pages of channels."""
+    """One file: for each of its planes those of the channels, and where it says that they lie."""
 
-    file: Path
-    dtype: np.dtype[Any]
-    planes: list[Sequence[Plane]]
-    stated_mm: Sequence[float | None]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Rows, columns, channels, and the type of a voxel."""
-        rows, columns, interleaved = self.planes[0][0].shape
-        return rows, columns, interleaved * len(self.planes[0]), self.dtype.name
+    planes: list[list[tuple[Planes, int]]]
+    place: "_Place"
 
     @property
     def text(self) -> str:
         """What is in the file, for a message."""
-        *shape, dtype = self.kind
-        return f"{counted(len(self.planes), 'page')} of {times(shape)} {dtype}"
+        planes, channels = self.planes[0][0][0], len(self.planes[0])
+        shape = (*planes.shape[:2], planes.shape[2] * channels)
+        return f"{counted(len(self.planes), 'page')} of {times(shape)} {planes.dtype.name}"
+
+
+class _Place(NamedTuple):
+    """Spacing and origin along X, Y, Z in mm, the unit and the names of channels, if stated."""
+
+    spacing_mm: Sequence[float | None]
+    origin_mm: Sequence[float] = (0.0, 0.0, 0.0)
+    unit: str | None = None
+    channel_names: tuple[str, ...] = ()
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -122,20 +133,15 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
     Further numbers, such as the depth in ``slice_0767_z=8.5521um.tif``, may differ.
     """
     names = [_natural(path.name) for path in slices]
-    differing = {
-        place
-        for one in names
-        for place in range(max(len(one), len(names[0])))
-        if one[place : place + 1] != names[0][place : place + 1]
-    }
-    place = min(differing)
-    if any(number % 2 == 0 for number in differing):
+    if any(name[::2] != names[0][::2] for name in names):
         raise VolumeError(
             f"{folder} holds slices whose names differ in more than numbers, such as "
             f"{slices[0].name} and {slices[-1].name}; keep the slices of one channel in it, "
             "numbered in their order"
         )
-    steps = [after[place] - name[place] for name, after in pairwise(names)]
+    columns = zip(*(name[1::2] for name in names), strict=True)
+    numbers = next((column for column in columns if len(set(column)) > 1), (0,) * len(names))
+    steps = [after - before for before, after in pairwise(numbers)]
     for step, (before, after) in zip(steps, pairwise(slices), strict=True):
         if step != min(steps) or step == 0:
             raise VolumeError(
@@ -150,13 +156,14 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     slices = _slices(path) if os.path.isdir(path) else ()
     if slices:
         _refuse_uneven(path, slices)
-    found = [_open(file) for file in slices or (path,)]
+        reading = reading.model_copy(update={"axes": None, "time": None})
+    found = [_open(file, reading) for file in slices or (path,)]
     first = found[0]
-    for one in found:
-        if one.kind != first.kind or (slices and len(one.planes) > 1):
+    for file, one in zip(slices, found, strict=False):
+        if one.text != first.text or len(one.planes) > 1:
             raise VolumeError(
-                f"{one.file} has {one.text}, but {first.file.name} has {first.text}; slices in a "
-                "folder have one page each, all alike"
+                f"{file} has {one.text}, but {slices[0].name} has {first.text}; slices in a folder "
+                "have one page each, all alike"
             )
     planes = [plane for one in found for plane in one.planes]
     if len(planes) < 2:
@@ -164,13 +171,14 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
             f"{path} has one page, and a volume needs at least two; name the folder of all slices, "
             "or save them as one stack"
         )
-    rows, columns, num_channels, _ = first.kind
-    shape = (columns, rows, len(planes), num_channels)
-    chunk_bytes = math.prod(planes[0][0].chunk) * num_channels * first.dtype.itemsize
+    chunk_bytes = planes[0][0][0].chunk_bytes
     refuse_beyond_memory(chunk_bytes, f"{path}: reading a strip", "use a machine with more")
-    geometry = placed(path, shape, _spacing_mm(path, first.stated_mm), reading)
-    stack = Stack(shape, first.dtype, planes)
-    return Source(geometry, first.dtype, lambda scratch: stack)
+    stack = Stack(planes)
+    spacing_mm, origin_mm, unit, channel_names = first.place
+    spacing_mm = _spacing_beside(path) or spacing_mm
+    geometry = placed(path, stack.shape, spacing_mm, reading, origin_mm=origin_mm, unit=unit)
+    names = channel_names if len(channel_names) == stack.shape[3] else ()
+    return Source(geometry, stack.dtype, lambda scratch: stack, channel_names=names)
 
 
 @contextmanager
@@ -194,97 +202,92 @@ def _tiff(file: Path) -> Iterator[Any]:
         raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
 
 
-def _open(file: Path) -> _Opened:
+def _open(file: Path, reading: Reading) -> _Opened:
     with _tiff(file) as tiff:
-        return _described(file, tiff)
+        # Copies of reduced size are levels of a pyramid, or thumbnails.
+        found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
+        if len(found) > 1:
+            shapes = some([times(one.shape) for one in found], 4)
+            raise VolumeError(
+                f"{file} holds {len(found)} images of different sizes or types, {shapes}; save one "
+                "of them as a file of its own"
+            )
+        if tiff.is_ome and found[0].kind != "ome" and len(tiff.pages) > 1:
+            raise VolumeError(
+                f"{file} is one of several files of an OME-TIFF; save the volume as one file, for "
+                "example with Fiji"
+            )
+        if {1, 2}.intersection(found[0].keyframe.extrasamples):
+            raise VolumeError(
+                f"{file} has colours with alpha (transparency); save it without alpha"
+            )
+        return _Opened(_in_order(file, found[0], reading), _place(tiff))
 
 
-def _described(file: Path, tiff: Any) -> _Opened:
-    # Copies of reduced size are levels of a pyramid, or thumbnails.
-    found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
-    if len(found) > 1:
-        shapes = some([times(one.shape) for one in found], 4)
-        raise VolumeError(
-            f"{file} holds {len(found)} images of different sizes or types, {shapes}; save one of "
-            "them as a file of its own"
-        )
-    series = found[0]
-    page = series.keyframe
-    axes, sizes = series.get_axes(False), series.get_shape(False)
-    separate, depth, rows, columns, interleaved = page.shaped
-    if {1, 2}.intersection(page.extrasamples):
-        raise VolumeError(f"{file} has colours with alpha (transparency); save it without alpha")
-    at = axes.find("YX")
+def _in_order(file: Path, series: Any, reading: Reading) -> list[list[tuple[Planes, int]]]:
+    """Return for each plane those of its channels."""
+    _, _, rows, columns, interleaved = series.keyframe.shaped
+    stated = [AXES.get(letter, letter.lower()) for letter in series.axes]
+    sizes = tuple(series.shape)
+    if "z" not in (reading.axes or stated):  # a slice
+        stated, sizes = ["z", *stated], (1, *sizes)
+    axes = named_axes(file, sizes, stated, reading)
+    at = axes.index("y")
     leading = sizes[:at]
-    is_known = at >= 0 and sizes[at : at + 2] == (rows, columns) and depth == 1
-    if not is_known or math.prod(sizes[at + 2 :]) != interleaved:
+    inner = [("y", rows), ("x", columns), ("c", interleaved)]
+    if [*zip(axes, sizes, strict=True)][at:] not in (inner[:2], inner):
         raise VolumeError(
-            f"{file} has axes {printable(axes)} ({times(sizes)}) that do not end in Y, X and "
-            "colours; save it as planes of one depth after another"
+            f"{file} has axes {printable(','.join(axes))} ({times(sizes)}) that do not end in y, x "
+            "and colours; save it as planes of one depth after another"
         )
-    places = _plane_axes_first(file, axes[:at], leading)
     planes = _planes(file, series, math.prod(leading))
-    num_planes = math.prod(leading[place] for place in places if axes[place] in PLANE_AXES)
-    order = np.arange(len(planes)).reshape(leading).transpose(places).reshape(num_planes, -1)
-    grouped: list[Sequence[Plane]] = [[planes[number] for number in one] for one in order]
-    return _Opened(file, np.dtype(page.dtype), grouped, _stated_mm(tiff))
+    order = sorted(range(at), key=lambda place: "tzc".find(axes[place]))
+    numbers = np.arange(math.prod(leading)).reshape(leading).transpose(order)
+    if "t" in axes:
+        place = axes.index("t")
+        numbers = numbers.take(point_in_time(file, sizes[place], reading), order.index(place))
+    depth = sizes[axes.index("z")]
+    return [[(planes, number) for number in one] for one in numbers.reshape(depth, -1).tolist()]
 
 
-def _plane_axes_first(file: Path, axes: str, sizes: Sequence[int]) -> list[int]:
-    """Return the order of axes before Y and X that puts planes before channels."""
-    long = [axis for axis, size in zip(axes, sizes, strict=True) if size > 1]
-    if "T" in long:
-        raise VolumeError(
-            f"{file} has {sizes[axes.index('T')]} points in time; export one of them, or if they "
-            "are planes, save them as Z (in Fiji: Image > Properties)"
-        )
-    several = [axis for axis in long if axis in PLANE_AXES]
-    unknown = set(long) - {*PLANE_AXES, *CHANNEL_AXES}
-    if len(several) > 1 or unknown:
-        raise VolumeError(
-            f"{file} has the axes {printable(axes)}YX ({times(sizes)} pages); it needs one axis Z "
-            "of planes, and at most one C of channels"
-        )
-    return sorted(range(len(axes)), key=lambda place: axes[place] not in PLANE_AXES)
-
-
-def _planes(file: Path, series: Any, number: int) -> list[Plane]:
+def _planes(file: Path, series: Any, number: int) -> Planes:
     """Return all planes of a file in its order; VolumeError if voxels are missing."""
     page = series.keyframe
     separate, _, rows, columns, interleaved = page.shaped
-    shape, dtype = (
-        (rows, columns, interleaved),
-        np.dtype(page.dtype).newbyteorder(page.parent.byteorder),
-    )
+    dtype = np.dtype(page.dtype).newbyteorder(page.parent.byteorder)
+    shape, chunk = (rows, columns, interleaved), (rows, columns)
     if series.dataoffset is not None:  # all planes are plain, and one follows another
         num_bytes = math.prod(shape) * dtype.itemsize
-        begins = series.dataoffset + num_bytes * np.arange(number)[:, None]
-        size, chunk = np.array([num_bytes]), (rows, columns)
-        planes = [Plane(file, None, dtype, shape, chunk, 0, begin, size) for begin in begins]
+        layouts = [None]
+        offsets = series.dataoffset + num_bytes * np.arange(number)[:, None]
+        sizes = np.full_like(offsets, num_bytes)
     else:
-        pages = list(series)
-        if len(pages) * separate != number or None in pages:
-            found = sum(one is not None for one in pages)
+        pages = [one for one in series if one is not None]
+        if page.is_tiled:
+            chunk = (page.tilelength, page.tilewidth)
+        else:
+            chunk = (min(page.rowsperstrip, rows), columns)
+        count = separate * math.ceil(rows / chunk[0]) * math.ceil(columns / chunk[1])
+        found = [(one.dataoffsets[:count], one.databytecounts[:count]) for one in pages]
+        if len(pages) * separate != number or {len(part) for pair in found for part in pair} != {
+            count
+        }:
             raise VolumeError(
-                f"{file} describes {number // separate} pages, but has {found}; {DAMAGED}"
+                f"{file} lacks voxels: it describes {number // separate} pages of {count} strips "
+                f"or tiles, but has {len(pages)}, or fewer strips; {DAMAGED}"
             )
-        chunk = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, columns)
-        chunk = (min(chunk[0], rows), chunk[1])
-        count = math.ceil(rows / chunk[0]) * math.ceil(columns / chunk[1])
-        layouts = {id(one.keyframe): _decoder(one.keyframe) for one in pages}
-        planes = [
-            Plane(
-                *(file, layouts[id(one.keyframe)], dtype, shape, chunk, first),
-                *(
-                    np.asarray(values[first : first + count], np.int64)
-                    for values in (one.dataoffsets, one.databytecounts)
-                ),
-            )
-            for one in pages
-            for first in range(0, separate * count, count)
-        ]
-    for place, plane in enumerate(planes):
-        plane.refuse_lost(f"plane {place + 1} of {number}")
+        layouts = [_decoder(one.keyframe) for one in pages]
+        offsets, sizes = np.array(found, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
+    planes = Planes(
+        file=file,
+        layouts=layouts,
+        dtype=dtype,
+        shape=shape,
+        chunk=chunk,
+        offsets=offsets,
+        sizes=sizes,
+    )
+    planes.refuse_lost()
     return planes
 
 
@@ -298,51 +301,65 @@ def _decoder(page: Any) -> Any:
     return page
 
 
-def _spacing_mm(path: Path, stated_mm: Sequence[float | None]) -> Sequence[float | None]:
-    """Return the spacing that nnU-Net's file states, else the file itself."""
+def _spacing_beside(path: Path) -> Sequence[float | None] | None:
+    """Return the spacing along X, Y, Z in nnU-Net's file beside a volume; None if it has none."""
     sidecar = _sidecar(path)
     usage = '{"spacing": [z, y, x]} in mm'
-    if sidecar is not None:
-        try:
-            content = read_json(sidecar)
-        except (OSError, ValueError) as error:
-            raise VolumeError(f"cannot read {sidecar}: {error}; write {usage}") from error
-        if isinstance(content, dict) and "spacing" in content:  # else of another program
-            found = content["spacing"]
-            lengths = [length_mm(one, 1.0) for one in found] if isinstance(found, list) else []
-            if len(lengths) != 3 or None in lengths:
-                raise VolumeError(f"{sidecar} has the spacing {shown(found)}; write {usage}")
-            stated_mm = lengths[::-1]
-    return stated_mm
+    if sidecar is None:
+        return None
+    try:
+        content = read_json(sidecar)
+    except (OSError, ValueError) as error:
+        raise VolumeError(f"cannot read {sidecar}: {error}; write {usage}") from error
+    if not isinstance(content, dict) or "spacing" not in content:  # of another program
+        return None
+    found = content["spacing"]
+    lengths = [length_mm(one, 1.0) for one in found] if isinstance(found, list) else []
+    if len(lengths) != 3 or None in lengths:
+        raise VolumeError(f"{sidecar} has the spacing {shown(found)}; write {usage}")
+    return lengths[::-1]
 
 
-def _stated_mm(tiff: Any) -> list[float | None]:
-    """Return the spacing along X, Y, Z that a file states, in mm, or None."""
+def _place(tiff: Any) -> _Place:
+    """Return what a file states about its place in its metadata of OME or ImageJ."""
     if tiff.is_ome:
-        elements = ElementTree.fromstring(tiff.ome_metadata).iter()
-        pixels: Any = next((one for one in elements if one.tag.endswith("Pixels")), {})
-        return [
-            length_mm(
-                pixels.get(f"PhysicalSize{axis}"),
-                unit_mm(pixels.get(f"PhysicalSize{axis}Unit", "µm")),
-            )
-            for axis in "XYZ"
-        ]
+        return _place_of_ome(ElementTree.fromstring(tiff.ome_metadata))
     # ImageJ's fields, which files written by tifffile may have, too.
     fields = tiff.imagej_metadata or (tiff.shaped_metadata or [{}])[0]
     page = tiff.pages[0]
-    unit = unit_mm(_unescaped(fields.get("unit"))) or RESOLUTION_MM.get(page.tags.valueof(296, 1))
+    # A resolution in inches is for printing.
+    unit = 10.0 if page.tags.valueof(296, 1) == CENTIMETRE else None
+    unit = unit_mm(_unescaped(fields.get("unit"))) or unit
     if unit is None and fields.get("spacing", 1) != 1:
         unit = 1.0  # such as pixels: at least the ratio of the spacings is known
     units = (unit, *(unit_mm(_unescaped(fields.get(name))) or unit for name in ("yunit", "zunit")))
     depth = abs(fields.get("spacing", 1)) if "spacing" in fields or tiff.is_imagej else None
     lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
-    return [length_mm(length, unit) for length, unit in zip(lengths, units, strict=True)]
+    return _Place([length_mm(*pair) for pair in zip(lengths, units, strict=True)])
 
 
 def _unescaped(name: object) -> str:
     """Return a text of ImageJ, which writes the micro sign as a backslash and its code."""
     return re.sub(r"\\u([0-9A-Fa-f]{4})", lambda found: chr(int(found[1], 16)), str(name))
+
+
+def _place_of_ome(root: ElementTree.Element) -> _Place:
+    elements = {one.tag.rpartition("}")[2]: one for one in reversed([*root.iter()])}
+    pixels, plane = elements.get("Pixels", root), elements.get("Plane", root)
+    units = [pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "XYZ"]
+    positions = [
+        (plane.get(f"Position{axis}"), unit_mm(plane.get(f"Position{axis}Unit"))) for axis in "XYZ"
+    ]
+    channels = (one.get("Name", "") for one in pixels if one.tag.endswith("Channel"))
+    return _Place(
+        [
+            length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit))
+            for axis, unit in zip("XYZ", units, strict=True)
+        ],
+        [float(position or 0) * (unit or 0) for position, unit in positions],
+        NAMES.get(units[0]),
+        tuple(printable(name) for name in channels if name),
+    )
 
 
 def label_names(path: Path) -> dict[int, str]:
@@ -370,7 +387,7 @@ def write_labels(
     tifffile = package("tifffile", f"writing {path}")
     if stored.dtype.itemsize > 4:
         raise VolumeError(f"cannot write {path}: TIFF has no labels above {2**32 - 1}; use .nii.gz")
-    spacing_mm = geometry.as_stored().spacing_mm
+    spacing_mm, origin_mm = written_place(geometry)
     unit = Units.of(spacing_mm)
     x, y, z = (float(f"{mm / unit.mm:.12g}") for mm in spacing_mm)
     is_known = geometry.has_spacing or set(spacing_mm) != {1.0}
@@ -393,6 +410,12 @@ def write_labels(
         if is_known:
             metadata |= {"PhysicalSizeX": x, "PhysicalSizeY": y, "PhysicalSizeZ": z}
             metadata |= {f"PhysicalSize{axis}Unit": unit.length for axis in "XYZ"}
+        if any(origin_mm):
+            metadata["Plane"] = {
+                name: [value] * len(planes)
+                for axis, mm in zip("XYZ", rounded(np.array(origin_mm) / unit.mm), strict=True)
+                for name, value in ((f"Position{axis}", mm), (f"Position{axis}Unit", unit.length))
+            }
     tifffile.imwrite(
         path,
         (np.ascontiguousarray(plane) for plane in planes),

@@ -7,16 +7,16 @@ stack whose chain of pages is broken; so both are checked here.
 import math
 import os
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
-from unet3d.images.files import times
+from unet3d.images.chunked import KEPT_BYTES
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -30,99 +30,76 @@ MAX_THREADS = 8
 DAMAGED = "it is damaged or incomplete: copy it again"
 
 
-class Plane(NamedTuple):
-    """A plane of one channel, or of interleaved channels: where its strips or tiles lie."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Planes:
+    """The planes of a file, each of one channel or of interleaved ones: where its strips lie."""
 
     file: Path
-    layout: Any
-    """tifffile's description of the page, which decodes it; None for plain voxels."""
+    layouts: list[Any]
+    """tifffile's description of each page, which decodes it; None for plain voxels."""
     dtype: np.dtype[Any]
     shape: tuple[int, int, int]
-    """Rows, columns and interleaved channels."""
+    """Rows, columns and interleaved channels of a plane."""
     chunk: tuple[int, int]
     """Rows and columns of a strip or tile."""
-    first: int
-    """Number of its first strip or tile in the page."""
     offsets: npt.NDArray[np.int64]
+    """(planes, strips or tiles): where each begins in the file."""
     sizes: npt.NDArray[np.int64]
+    """Its bytes in the file."""
 
-    def read(self, rows: range, columns: range) -> npt.NDArray[Any]:
-        """Return a part of the plane, (rows, columns, channels)."""
-        found = np.empty((len(rows), len(columns), self.shape[2]), self.dtype.newbyteorder("="))
-        height, width = self.chunk
-        across = math.ceil(self.shape[1] / width)
-        with open_regular(self.file) as file:
-            for down in range(rows.start // height, math.ceil(rows.stop / height)):
-                top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
-                part = found[top - rows.start : bottom - rows.start]
-                if self.layout is None:
-                    part[:] = self._plain(file.fileno(), range(top, bottom), columns)
-                    continue
-                for aside in range(columns.start // width, math.ceil(columns.stop / width)):
-                    chunk = self._decoded(file.fileno(), down * across + aside)
-                    left = max(columns.start, aside * width)
-                    right = min(columns.stop, (aside + 1) * width)
-                    part[:, left - columns.start : right - columns.start] = chunk[
-                        top - down * height : bottom - down * height,
-                        left - aside * width : right - aside * width,
-                    ]
-        return found
+    @property
+    def across(self) -> int:
+        """Number of strips or tiles beside each other."""
+        return math.ceil(self.shape[1] / self.chunk[1])
 
-    def _plain(self, descriptor: int, rows: range, columns: range) -> npt.NDArray[Any]:
-        """Return voxels of a plain strip: from whole rows, or row by row if columns are few."""
-        width, channels = self.shape[1:]
-        voxel_bytes = channels * self.dtype.itemsize
-        strip, row = divmod(rows.start, self.chunk[0])
-        begin = int(self.offsets[strip]) + row * width * voxel_bytes
-        if 2 * len(columns) >= width:
-            whole = _read_at(descriptor, begin, len(rows) * width * voxel_bytes)
-            lines = whole.view(self.dtype).reshape(len(rows), width, channels)
-            return lines[:, columns.start : columns.stop]
-        begin += columns.start * voxel_bytes
-        places = range(begin, begin + len(rows) * width * voxel_bytes, width * voxel_bytes)
-        parts = [_read_at(descriptor, place, len(columns) * voxel_bytes) for place in places]
-        return np.stack(parts).view(self.dtype).reshape(len(rows), len(columns), channels)
+    @property
+    def chunk_bytes(self) -> int:
+        """Unpacked bytes of a strip or tile."""
+        return math.prod(self.chunk) * self.shape[2] * self.dtype.itemsize
 
-    def _decoded(self, descriptor: int, number: int) -> npt.NDArray[Any]:
-        """Return a strip or tile, (rows, columns, channels)."""
-        packed = _read_at(descriptor, int(self.offsets[number]), int(self.sizes[number]))
-        chunk, _, _ = self.layout.decode(
-            packed.tobytes(), self.first + number, jpegtables=self.layout.jpegtables
-        )
-        decoded: npt.NDArray[Any] = chunk[0]
-        return decoded
-
-    def refuse_lost(self, name: str) -> None:
-        """Refuse a plane with strips or tiles that are missing or lie beyond the file's end."""
-        across = math.ceil(self.shape[1] / self.chunk[1])
-        number = across * math.ceil(self.shape[0] / self.chunk[0])
-        found = min(len(self.offsets), len(self.sizes))
-        if found < number or min(self.offsets.min(), self.sizes.min()) < 1:
-            raise VolumeError(f"{self.file} lacks voxels of {name}; {DAMAGED}")
-        end, file_bytes = int((self.offsets + self.sizes).max()), os.path.getsize(self.file)
-        if end > file_bytes:
-            raise VolumeError(
-                f"{self.file} should have {name} up to byte {end}, but has only {file_bytes} "
-                f"bytes; {DAMAGED}"
-            )
-        first_rows = np.arange(number) // across * self.chunk[0]
+    def refuse_lost(self) -> None:
+        """Refuse strips or tiles that are missing, too short, or beyond the end of the file."""
+        number, file_bytes = self.offsets.shape[1], os.path.getsize(self.file)
+        first_rows = np.arange(number) // self.across * self.chunk[0]
         rows = np.minimum(self.chunk[0], self.shape[0] - first_rows)
         needed = rows * self.chunk[1] * self.shape[2] * self.dtype.itemsize
-        if (needed > self.sizes * (1 if self.layout is None else MAX_RATIO)).any():
+        ratio = 1 if self.layouts[0] is None else MAX_RATIO
+        lost = np.minimum(self.offsets, self.sizes) < 1
+        lost |= (self.sizes > file_bytes - self.offsets) | (needed > self.sizes * ratio)
+        if lost.any():
             raise VolumeError(
-                f"{self.file} claims {times(self.shape)} voxels for {name}, which cannot be in "
-                f"{int(self.sizes.sum())} bytes of the file; {DAMAGED}"
+                f"{self.file} lacks voxels of plane {lost.any(1).argmax() + 1} of {len(lost)}, or "
+                f"claims more than can be in its {file_bytes} bytes; {DAMAGED}"
             )
+
+    def read(self, plane: int, number: int, content: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """Return a strip or tile, (rows, columns, channels), of the content of the file."""
+        begin, num_strips = int(self.offsets[plane, number]), self.offsets.shape[1]
+        page, channel = divmod(plane, len(self.offsets) // len(self.layouts))
+        layout = self.layouts[page]
+        if layout is None:
+            rows = min(self.chunk[0], self.shape[0] - number * self.chunk[0])
+            num_bytes = rows * math.prod(self.shape[1:]) * self.dtype.itemsize
+            plain = content[begin : begin + num_bytes].view(self.dtype)
+            return plain.reshape(rows, *self.shape[1:])
+        packed = content[begin : begin + int(self.sizes[plane, number])].tobytes()
+        strip = channel * num_strips + number
+        found: npt.NDArray[Any] = layout.decode(packed, strip, jpegtables=layout.jpegtables)[0][0]
+        return found
 
 
 class Stack:
     """The voxels (I, J, K, C) of a stack: slicing it reads only strips and tiles of the box."""
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], dtype: np.dtype[Any], planes: list[Sequence[Plane]]
-    ) -> None:
-        self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
-        self._planes = planes  # for each K those that hold its channels
+    def __init__(self, planes: list[list[tuple[Planes, int]]]) -> None:
+        """Take for each K the planes of its channels, each by its file and its number in it."""
+        first = planes[0][0][0]
+        rows, columns, self._interleaved = first.shape
+        self.shape = (columns, rows, len(planes), self._interleaved * len(planes[0]))
+        self.dtype = first.dtype.newbyteorder("=")
+        self._planes = planes
+        self._kept: dict[tuple[Planes, int, int], npt.NDArray[Any]] = {}
+        self._most = KEPT_BYTES // first.chunk_bytes
 
     def __getitem__(self, box: tuple[slice, slice, slice, slice]) -> npt.NDArray[Any]:
         columns, rows, numbers, channels = (
@@ -131,42 +108,66 @@ class Stack:
         found = np.empty((len(numbers), len(channels), len(rows), len(columns)), self.dtype)
 
         def fill(number: int) -> None:
-            planes = self._planes[number]
-            interleaved = planes[0].shape[2]
-            for which in sorted({channel // interleaved for channel in channels}):
-                part = _read(planes[which], rows, columns, number + 1)
-                for channel in channels:
-                    if channel // interleaved == which:
-                        target = found[number - numbers.start, channel - channels.start]
-                        target[:] = part[..., channel % interleaved]
+            for place, channel in enumerate(channels):
+                which, sample = divmod(channel, self._interleaved)
+                planes, plane = self._planes[number][which]
+                target = found[number - numbers.start, place]
+                try:
+                    self._copy(planes, plane, sample, rows, columns, target)
+                except MemoryError:  # the caller explains it
+                    raise
+                except Exception as error:  # each decoder has errors of its own
+                    reason = reason_of(error) if isinstance(error, OSError) else str(error)
+                    raise VolumeError(
+                        f"cannot read plane {number + 1} in {planes.file}: {printable(reason)}; "
+                        f"{DAMAGED}"
+                    ) from error
 
         if found.size:
             in_threads(fill, numbers, min(MAX_THREADS, num_cores()))
         return found.transpose(3, 2, 0, 1)
 
+    def _copy(
+        self,
+        planes: Planes,
+        plane: int,
+        sample: int,
+        rows: range,
+        columns: range,
+        target: npt.NDArray[Any],
+    ) -> None:
+        """Copy a part of one channel of a plane into an array (rows, columns)."""
+        height, width = planes.chunk
+        content = np.asarray(np.memmap(planes.file, np.uint8, "r"))
+        for down in range(rows.start // height, math.ceil(rows.stop / height)):
+            top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
+            for aside in range(columns.start // width, math.ceil(columns.stop / width)):
+                left = max(columns.start, aside * width)
+                right = min(columns.stop, (aside + 1) * width)
+                strip = self._strip(planes, plane, down * planes.across + aside, content)
+                target[
+                    top - rows.start : bottom - rows.start,
+                    left - columns.start : right - columns.start,
+                ] = strip[
+                    top - down * height : bottom - down * height,
+                    left - aside * width : right - aside * width,
+                    sample,
+                ]
 
-def _read(plane: Plane, rows: range, columns: range, number: int) -> npt.NDArray[Any]:
-    """Return a part of a plane; VolumeError if it cannot be read."""
-    try:
-        return plane.read(rows, columns)
-    except MemoryError:  # the caller explains it
-        raise
-    except Exception as error:  # each decoder has errors of its own
-        reason = reason_of(error) if isinstance(error, OSError) else printable(str(error))
-        message = f"cannot read plane {number} in {plane.file}: {reason}; {DAMAGED}"
-        raise VolumeError(message) from error
-
-
-def _read_at(descriptor: int, place: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return bytes of a file from a place on; several threads may read from one file."""
-    content = np.empty(num_bytes, np.uint8)
-    done, view = 0, memoryview(content.data)
-    while done < num_bytes:
-        count = os.preadv(descriptor, [view[done:]], place + done)
-        if not count:
-            raise EOFError(f"it ends at byte {place + done}")
-        done += count
-    return content
+    def _strip(
+        self, planes: Planes, plane: int, number: int, content: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[Any]:
+        """Return a strip or tile; unpacked ones are kept for slabs that do not follow planes."""
+        if planes.layouts[0] is None:
+            return planes.read(plane, number, content)
+        key = (planes, plane, number)
+        found = self._kept.get(key)
+        if found is None:
+            found = planes.read(plane, number, content)
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            self._kept[key] = found
+        return found
 
 
 def num_pages(path: Path) -> int:
@@ -177,16 +178,18 @@ def num_pages(path: Path) -> int:
     try:
         with open_regular(path) as file:
             return _follow(path, file.fileno())
-    except OSError as error:
-        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:
         raise VolumeError(
             f"{path} ends in the description of a page, or names one beyond its end; {DAMAGED}"
         ) from error
+    except OSError as error:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _follow(path: Path, descriptor: int) -> int:
     def number_at(place: int, kind: str) -> int:
+        if place >= 2**63:
+            raise OverflowError
         content = os.pread(descriptor, struct.calcsize(order + kind), place)
         return int(struct.unpack(order + kind, content)[0])
 
@@ -202,11 +205,6 @@ def _follow(path: Path, descriptor: int) -> int:
         if place in known:
             raise VolumeError(f"{path} names one page twice in its chain of pages; {DAMAGED}")
         known.add(place)
-        try:
-            entries = number_at(place, counter)
-            place = number_at(
-                place + struct.calcsize(order + counter) + entries * entry_bytes, pointer
-            )
-        except (OverflowError, OSError) as error:  # beyond every file
-            raise struct.error from error
+        entries = number_at(place, counter)
+        place = number_at(place + struct.calcsize(order + counter) + entries * entry_bytes, pointer)
     return len(known)
