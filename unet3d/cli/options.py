@@ -62,11 +62,11 @@ def _spacing_mm(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> tuple[float, ...] | None:
     """Return a spacing along Z, Y, X, as users of microscopes write it, in mm along X, Y, Z."""
+    if value is None:
+        return None
     from unet3d.images.microscopy import length_mm
     from unet3d.images.units import unit_mm
 
-    if value is None:
-        return None
     numbers, unit = re.findall(r"^([-+.,\de]*(?<!e)) *(.*)$", value)[0]
     lengths_mm = [length_mm(number, unit_mm(unit or "mm")) for number in numbers.split(",")]
     found = [mm for mm in reversed(lengths_mm) if mm is not None]
