@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.images.samples import read_image, read_or_refuse, refusal
+from tests.command_line import run
+from tests.images.samples import read_image, read_or_refuse, refusal, write_json
 from tests.mutations import damaged, property_test
+from tests.networks import write_checkpoint
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import VolumeError
 from unet3d.images.files import file_and_dataset, volume_stem, volume_suffix, written_suffix
@@ -290,7 +292,7 @@ def test_data_sets_name_datasets_in_files(tmp_path):
         written(path, (ARRAY > 100).astype(np.uint8), "label")
         entries.append({"image": f"{path.name}:/raw", "label": f"{path.name}:/label"})
     tree = {"labels": {"background": 0, "wall": 1}, "channel_names": ["EM"], "training": entries}
-    (tmp_path / "dataset.json").write_text(json.dumps(tree))
+    write_json(tmp_path / "dataset.json", tree)
     dataset = load_dataset(tmp_path)
     assert [case.name for case in dataset.cases] == ["cell_0", "cell_1"]
     assert not [one for one in examine(dataset).findings if one.severity == "error"]
@@ -300,6 +302,37 @@ def test_data_sets_name_datasets_in_files(tmp_path):
     assert all(one.dice == 1 for one in score.scores.values())
     (tmp_path / "cell_1.h5").unlink()
     assert any("is missing" in one.message for one in examine(dataset).findings)
+
+
+def test_a_dataset_in_a_file_is_segmented_beside_it(tmp_path, capsys):
+    path = written(tmp_path / "scan.h5", attributes={"element_size_um": [0.2, 0.1, 0.1]})
+    written(path, ARRAY % 2, "label")
+    words = ("--checkpoint", write_checkpoint(tmp_path / "network.pt"), "--devices", "cpu")
+    assert run("predict", f"{path}:/raw", *words) == 0
+    label = read_label(tmp_path / "scan_seg.h5")
+    assert label.array.shape == (50, 40, 7)
+    assert label.geometry.spacing_mm == (1e-4, 1e-4, 2e-4)
+    capsys.readouterr()
+    for output, message in (
+        (path, "scan.h5 is also an input; choose another --output"),
+        (tmp_path / "new.h5:/seg", "new.h5:/seg: a segmentation ends in"),
+    ):
+        assert run("predict", f"{path}:/raw", *words, "--overwrite", "-o", output) == 1
+        assert message in capsys.readouterr().err
+    assert run("predict", path, *words) == 1
+    assert "holds several volumes; name one of" in capsys.readouterr().err
+    assert {one.name for one in tmp_path.iterdir()} == {"scan.h5", "network.pt", "scan_seg.h5"}
+
+
+def test_nnunets_layout_may_hold_hdf5(tmp_path):
+    for number in range(2):
+        for name, array in ((f"imagesTr/{number}_0000", ARRAY), (f"labelsTr/{number}", ARRAY % 2)):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            written(tmp_path / f"{name}.h5", array, attributes={"element_size_um": [1, 1, 1]})
+    tree = {"labels": {"background": 0, "wall": 1}, "channel_names": {"0": "EM"}}
+    write_json(tmp_path / "dataset.json", {**tree, "file_ending": ".h5", "numTraining": 2})
+    dataset = load_dataset(tmp_path)
+    assert [case.name for case in dataset.cases] == ["0", "1"] and not examine(dataset).findings
 
 
 def test_without_h5py_the_message_names_the_extra(tmp_path):
