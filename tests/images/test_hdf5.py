@@ -115,6 +115,11 @@ def test_one_point_in_time_is_read(tmp_path):
 
     assert "has 2 points in time; choose one with --time, 0 to 1" in read(None)
     assert "has no point in time 2; --time may be 0 to 1" in read(2)
+    for label in (CHANNELS[0], CHANNELS[:1]):  # has fewer axes than stated, or only this point
+        written(path, label)
+        for axes in ("tczyx", "tzyx"):
+            found = open_image(path, reading=Reading(axes=axes, time=1))
+            np.testing.assert_array_equal(found.whole(), ours(CHANNELS[0]))
 
 
 def test_spacing_and_position(tmp_path, caplog):

@@ -40,9 +40,13 @@ def named_axes(
 ) -> tuple[str, ...]:
     """Return the names of the axes of an array, as users state them, or else its file.
 
-    They include x, y and z; of others than t and c there is only one position.
+    They include x, y and z; of others than t and c there is only one position. Label maps may lack
+    axes c and t that users state.
     """
     axes = tuple(reading.axes or stated)
+    for name in ("c", "t"):
+        if len(axes) > len(shape):
+            axes = tuple(one for one in axes if one != name)
     sizes = dict(zip(axes, shape, strict=False))
     if len(axes) != len(shape) or len(sizes) < len(axes) or not {*"zyx"} <= sizes.keys():
         raise VolumeError(
@@ -65,6 +69,8 @@ def point_in_time(path: Path, number: int, reading: Reading) -> int:
             f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}, or if "
             "they are planes, name the axes with --axes, such as zyx"
         )
+    if number == 1:  # as a label map of one point has
+        return 0
     if not 0 <= (reading.time or 0) < number:
         raise VolumeError(
             f"{path} has no point in time {reading.time}; --time may be 0 to {number - 1}"
