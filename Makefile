@@ -2,7 +2,7 @@
 # make test: lint and the default tests, as CI runs them; about five minutes on two cores.
 # make nightly: lint and every test, including slow and rare ones; about 20 minutes.
 # make docs: build the site in site/; open site/index.html in a browser.
-# make pictures: draw the pictures of the product in docs/ anew; needs Chromium and two minutes.
+# make pictures: draw the pictures of the product in docs/ anew; needs Chromium and a few minutes.
 # PYTHON=python3.12 chooses the interpreter for .venv (3.11.1 or newer).
 
 PYTHON ?= python3
@@ -32,6 +32,7 @@ docs: .venv/tools
 
 pictures: .venv/tools
 	$(BIN)/python docs/draw_tour.py
+	$(BIN)/python docs/draw_microscopy.py
 
 # The stamp is written last, so an interrupted installation starts again.
 .venv/installed: pyproject.toml constraints.txt

@@ -123,7 +123,7 @@ def test_where_left_is_unknown_axes_run_as_in_the_file():
 def test_an_image_of_a_microscope_has_its_units():
     figure = preview_figure(made(spacing_mm=(1e-5, 2e-5, 3e-5)))  # 10 x 20 x 30 nm
     assert legend(figure)[1] == "liver 0.000720 µm³"  # 120 voxels of 6000 nm3
-    assert scale(figure) == "20 nm"
+    assert scale(figure) == "20 nm" and "left and right" not in " ".join(legend(figure))
     figure = preview_figure(made(spacing_mm=(1e-4, 2e-4, 3e-4)))
     assert legend(figure)[1] == "liver 0.720 µm³" and scale(figure) == "0.2 µm"
 

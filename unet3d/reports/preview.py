@@ -307,7 +307,8 @@ def _notes(
     if preview.image.geometry.is_anatomical:
         origin = "the left, the back and the bottom"
         sides = "Radiological view: the patient's right is on the left."
-    return [*notes, f"{planes},", f"counted from {origin}.", sides]
+    notes += [f"{planes},", f"counted from {origin}."]
+    return notes if preview.units.is_microscopic else [*notes, sides]
 
 
 def _draw_scale(axes: Axes, most_mm: float, down: float, units: Units) -> None:
