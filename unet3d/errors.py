@@ -69,6 +69,11 @@ def reason_of(error: OSError) -> str:
     return " ".join(str(error.strerror or error).split()) or type(error).__name__
 
 
+def naming(path: object, error: Exception) -> str:
+    """Return the message of an error about a file, which it names first or anywhere."""
+    return str(error) if str(path) in str(error) else f"{path}: {error}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural, such as ``1 case``."""
     plural = f"{noun}es" if noun.endswith("tch") else f"{noun}s"

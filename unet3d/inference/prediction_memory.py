@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.errors import VolumeError
+from unet3d.errors import VolumeError, naming
 from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.inference.image_slab import PIECE_VOXELS
@@ -78,7 +78,7 @@ def planned_prediction(request: PredictionRequest, device_memory: float | None) 
             image, networks, device, gpu_bytes, skips_empty=request.skip_background
         )
     except VolumeError as error:
-        raise VolumeError(f"{scan[0]}: {error}") from error
+        raise VolumeError(naming(scan[0], error)) from error
     return {
         "device": str(device),
         "device_has_bytes": gpu_bytes,

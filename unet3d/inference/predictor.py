@@ -15,7 +15,7 @@ import torch
 from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError, VolumeError, counted, some
+from unet3d.errors import DoesNotFitError, VolumeError, counted, naming, some
 from unet3d.images.files import times
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
@@ -181,7 +181,7 @@ class Predictor:
         except VolumeError as error:
             # If this rank alone raises it, the others wait for this rank.
             can_go_on = isinstance(error, AgreedError) or not self._placed.is_shared
-            raise (VolumeError if can_go_on else DoesNotFitError)(f"{path}: {error}") from error
+            raise (VolumeError if can_go_on else DoesNotFitError)(naming(path, error)) from error
         if job is None or image is None:
             return None
         labels, box, is_seen = job.labels.array, job.box, job.image is image
@@ -217,7 +217,7 @@ class Predictor:
         try:
             found = PreparedImage(seen.cut(box), preprocessing)
         except VolumeError as error:
-            raise VolumeError(f"{path}: {error}") from error
+            raise VolumeError(naming(path, error)) from error
         if self._warns:
             for doubt in doubts(seen, found.shape, window_of(self._networks.described[0])):
                 logger.warning("%s", doubt)

@@ -20,7 +20,7 @@ from unet3d.datasets.dataset import Case, Dataset
 from unet3d.datasets.labels import Labels
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import map_items
-from unet3d.errors import CacheError, DatasetError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError, naming
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid
 from unet3d.images.image import Image, open_image, open_source
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
@@ -316,11 +316,11 @@ def _prepare(task: tuple[Case, str], store: Cache, preprocessing: Preprocessing)
     try:
         classes = prepare_label(label.array[box], spacing_mm, preprocessing)
     except VolumeError as error:
-        raise VolumeError(f"{case.label}: {error}") from error
+        raise VolumeError(naming(case.label, error)) from error
     try:
         prepared = prepare_image(image.cut(box), preprocessing)
     except VolumeError as error:
-        raise VolumeError(f"{case.images[0]}: {error}") from error
+        raise VolumeError(naming(case.images[0], error)) from error
     stored = stored_image(prepared, preprocessing.channels)
     spacing_mm, num_classes = (
         preprocessing.spacing_mm or spacing_mm,
