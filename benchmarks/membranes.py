@@ -33,6 +33,7 @@ from nnunet import command_of_nnunet
 from numpy.typing import NDArray
 from quality import (
     NUM_TIMED_EPOCHS,
+    TOOLS,
     WAYS,
     epochs_of,
     nnunet_num_epochs,
@@ -64,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nnunet-device", default=one_device())
     parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
     parser.add_argument("--prepare", type=Path, metavar="DATASET", help="only write the data set")
+    parser.add_argument("--only", choices=TOOLS, help="train only one of the two")
     parser.add_argument("--keep", type=Path, help="leave all files in this new folder")
     return parser
 
@@ -178,9 +180,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
     """Return a row for each program."""
     arguments.dataset = folder / "dataset"
     prepare(arguments.folder, arguments.dataset)
-    with cores(arguments.threads):
-        rows = {"unet3d": ours(arguments, folder / "unet3d")}
-    if arguments.minutes is not None:
+    rows = {}
+    if arguments.only != "nnU-Net":
+        with cores(arguments.threads):
+            rows["unet3d"] = ours(arguments, folder / "unet3d")
+    if arguments.only != "unet3d" and arguments.minutes is not None:
         rows["nnU-Net"] = nnunet(arguments, folder / "nnunet")
     return rows
 
