@@ -148,7 +148,7 @@ def test_a_file_with_several_volumes_asks_for_one(tmp_path):
     written(path, ARRAY % 3, "labels/cells")
     written(path, np.arange(3), "table")
     message = refusal(path)
-    assert "holds several volumes; name one of /labels/cells (7x40x50 uint8), /raw (7" in message
+    assert "holds several volumes; name one of labels/cells (7x40x50 uint8), raw (7" in message
     assert f"such as {path}:/raw" in message
     for name, expected in (("raw", ARRAY), ("labels/cells", ARRAY % 3)):
         for text in (f"{path}:/{name}", f"{path}/{name}", f"{path}:{name}"):
@@ -156,9 +156,8 @@ def test_a_file_with_several_volumes_asks_for_one(tmp_path):
             assert file_and_dataset(named) == (path, name) and volume_stem(named) == "scan"
             assert written_suffix(named) == ".h5" == volume_suffix(named)
             np.testing.assert_array_equal(read_image(named), ours(expected))
-    for wrong in ("no", "labels", "raw/inside", "table/2", "labels/../raw"):
-        assert "has no such dataset" in refusal(type(path)(f"{path}:/{wrong}"))
-    assert "needs z, y and x" in refusal(type(path)(f"{path}:/table"))
+    for wrong in ("no", "labels", "raw/inside", "table", "labels/../raw"):
+        assert "names no volume of its file" in refusal(type(path)(f"{path}:/{wrong}"))
     with pytest.raises(VolumeError, match="missing.h5: No such file or directory"):
         open_image(tmp_path / "missing.h5:" / "raw")
 
@@ -176,7 +175,7 @@ def test_nothing_is_read_from_other_files(tmp_path):
         place = [(str(tmp_path / "bytes"), 0, ARRAY.nbytes)]
         file.create_dataset("external", ARRAY.shape, "u1", external=place)
     for name in ("outside", "soft"):
-        assert "leads through a link" in refusal(type(path)(f"{path}:/{name}"))
+        assert "names no volume of its file" in refusal(type(path)(f"{path}:/{name}"))
     for name in ("virtual", "external"):
         assert "has its voxels in other files" in refusal(type(path)(f"{path}:/{name}"))
 
@@ -184,13 +183,13 @@ def test_nothing_is_read_from_other_files(tmp_path):
 def test_files_that_are_no_volume_are_refused(tmp_path):
     path = tmp_path / "scan.h5"
     path.write_bytes(b"no HDF5 file")
-    assert "does not begin like an HDF5 file" in refusal(path)
+    assert "file signature not found" in refusal(path)
     path.write_bytes(b"")
     assert "is empty" in refusal(path)
     path.unlink()
     assert "No such file or directory" in refusal(path)
     written(path, np.zeros((3, 4)), "flat")
-    assert "holds no dataset of numbers with three axes; name a volume" in refusal(path)
+    assert "holds no dataset with three axes; name a volume" in refusal(path)
     written(path, np.zeros((3, 4, 5), complex))
     assert "holds complex voxels" in refusal(type(path)(f"{path}:/raw"))
 
@@ -223,7 +222,7 @@ def test_a_file_that_is_cut_off_is_refused_at_any_length(tmp_path, options):
     for size in range(1, len(content) - 1, 397):
         path.write_bytes(content[:size])
         message = refusal(path)
-        assert "damaged or incomplete" in message or "does not begin" in message
+        assert "damaged or incomplete" in message
 
 
 @pytest.mark.parametrize("options", [{}, PACKED], ids=str)

@@ -44,9 +44,6 @@ SEGMENTATION, NAMES = "segmentation", "label_names"
 CHUNK = 64
 """Voxels of a written chunk along each axis."""
 
-MAX_LISTED = 50
-"""Most volumes of a file to look for."""
-
 logger = logging.getLogger(__name__)
 
 _incomplete: set[Path] = set()
@@ -85,8 +82,6 @@ def _opened(path: Path) -> Iterator[Any]:
     beginning_of(file)
     h5py = package("h5py", f"reading {path}")
     try:
-        if not h5py.is_hdf5(file):
-            raise VolumeError(f"cannot read {path}: {file.name} does not begin like an HDF5 file")
         with h5py.File(file, "r") as opened:
             yield opened
     except (VolumeError, MemoryError):
@@ -117,35 +112,24 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
 def _dataset(path: Path, file: Any) -> Any:
     """Return the dataset that a path names, or else the only volume of the file."""
     h5py = import_module("h5py")
-    listed: list[Any] = []
+    known: dict[str, Any] = {}
 
-    def add(_: str, node: Any) -> bool | None:
-        if isinstance(node, h5py.Dataset) and node.ndim > 2 and node.dtype.kind in "buif":
-            listed.append(node)
-        return True if len(listed) == MAX_LISTED else None
+    def add(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset) and node.ndim > 2:
+            known[name] = node
 
-    name = file_and_dataset(path)[1].strip("/")
-    if name:
-        node, parts = file, name.split("/")
-        while parts and isinstance(node, h5py.Group):
-            part = parts.pop(0)
-            is_link = not isinstance(node.get(part, getlink=True), h5py.HardLink | None)
-            if is_link:
-                raise VolumeError(f"{path} leads through a link; name the dataset by its own path")
-            node = node[part] if part in node else None
-        if isinstance(node, h5py.Dataset) and not parts:
-            return node
-    file.visititems(add)  # follows no links
-    if len(listed) == 1 and not name:
-        return listed[0]
-    if not listed:
-        raise VolumeError(f"{path} holds no dataset of numbers with three axes; name a volume")
-    file_name, _ = file_and_dataset(path)
-    found = [f"{printable(one.name)} ({times(one.shape)} {one.dtype})" for one in listed]
-    problem = "has no such dataset" if name else "holds several volumes"
+    file.visititems(add)  # follows no links, which could lead to other files
+    file_path, name = file_and_dataset(path)
+    found = [known[one] for one in known if one == name.strip("/") or not name]
+    if len(found) == 1:
+        return found[0]
+    if not known:
+        raise VolumeError(f"{path} holds no dataset with three axes; name a volume")
+    listed = [f"{printable(name)} ({times(one.shape)} {one.dtype})" for name, one in known.items()]
+    problem = "names no volume of its file" if name else "holds several volumes"
     raise VolumeError(
-        f"{path} {problem}; name one of {some(found)}, such as "
-        f"{file_name}:{printable(listed[-1].name)}"
+        f"{path} {problem}; name one of {some(listed)}, such as "
+        f"{file_path}:/{printable([*known][-1])}"
     )
 
 
@@ -170,39 +154,29 @@ def _stated_axes(path: Path, dataset: Any) -> Sequence[str]:
 
 
 def _refuse_unreadable(path: Path, dataset: Any) -> None:
-    """Refuse voxels that are lost, in other files, or compressed in a way that HDF5 lacks."""
+    """Refuse voxels in other files, or compressed in an unknown way; say if chunks are missing."""
     if dataset.is_virtual or dataset.external:
         raise VolumeError(
             f"{path} has its voxels in other files, as a virtual or external dataset; copy them "
             "into one file"
         )
-    begin, stored_bytes = dataset.id.get_offset() or 0, dataset.id.get_storage_size()
-    file_bytes = file_and_dataset(path)[0].stat().st_size
-    if begin + stored_bytes > file_bytes:
-        raise VolumeError(
-            f"{path} should have voxels up to byte {begin + stored_bytes}, but its file has only "
-            f"{file_bytes} bytes; it is damaged or incomplete: copy it again"
-        )
     is_known = import_module("h5py").h5z.filter_avail
     properties = dataset.id.get_create_plist()
-    filters = [properties.get_filter(number) for number in range(properties.get_nfilters())]
-    if not all(is_known(code) for code, *_ in filters):
+    for code, _, _, name in map(properties.get_filter, range(properties.get_nfilters())):
         with suppress(ImportError):
-            import_module("hdf5plugin")  # knows most of the others
-    for code, _, _, name in filters:
+            if not is_known(code):
+                import_module("hdf5plugin")  # adds most of the others
         if not is_known(code):
             called = printable(name.decode(errors="replace")) or f"filter {code}"
             raise VolumeError(f"{path} is compressed by {called}: pip install hdf5plugin")
     if dataset.chunks and path not in _incomplete:
-        chunks = [
-            math.ceil(size / chunk)
-            for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
-        ]
-        lacking = math.prod(chunks) - dataset.id.get_num_chunks()
+        pairs = zip(dataset.shape, dataset.chunks, strict=True)
+        number = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
+        lacking = number - dataset.id.get_num_chunks()
         if lacking:
             _incomplete.add(path)
             message = "%s lacks %d of %d chunks; their voxels are %s, as HDF5 defines"
-            logger.warning(message, path, lacking, math.prod(chunks), dataset.fillvalue)
+            logger.warning(message, path, lacking, number, dataset.fillvalue)
 
 
 def _place(dataset: Any, axes: Sequence[str]) -> tuple[list[float | None], list[float], str | None]:

@@ -63,19 +63,21 @@ def named_axes(
 
 
 def point_in_time(path: Path, number: int, reading: Reading) -> int:
-    """Return which of a number of points in time to read."""
-    if number > 1 and reading.time is None:
+    """Return which of a number of points in time to read; of one, a choice does not matter."""
+    if number == 1:
+        return 0
+    if reading.time is None:
         raise VolumeError(
             f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}, or if "
             "they are planes, name the axes with --axes, such as zyx"
         )
     if number == 1:  # as a label map of one point has
         return 0
-    if not 0 <= (reading.time or 0) < number:
+    if not 0 <= reading.time < number:
         raise VolumeError(
             f"{path} has no point in time {reading.time}; --time may be 0 to {number - 1}"
         )
-    return reading.time or 0
+    return reading.time
 
 
 def length_mm(number: object, unit_mm: float | None) -> float | None:

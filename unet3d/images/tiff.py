@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -59,27 +59,8 @@ ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
 """Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 
-class _Opened(NamedTuple):
-    """One file: for each of its planes those of the channels, and where it says that they lie."""
-
-    planes: list[list[tuple[Planes, int]]]
-    place: "_Place"
-
-    @property
-    def text(self) -> str:
-        """What is in the file, for a message."""
-        planes, channels = self.planes[0][0][0], len(self.planes[0])
-        shape = (*planes.shape[:2], planes.shape[2] * channels)
-        return f"{counted(len(self.planes), 'page')} of {times(shape)} {planes.dtype.name}"
-
-
-class _Place(NamedTuple):
-    """Spacing and origin along X, Y, Z in mm, the unit and the names of channels, if stated."""
-
-    spacing_mm: Sequence[float | None]
-    origin_mm: Sequence[float] = (0.0, 0.0, 0.0)
-    unit: str | None = None
-    channel_names: tuple[str, ...] = ()
+_Channels = list[tuple[Planes, int]]
+"""A plane of each channel, or of interleaved channels: its file, and its number there."""
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -133,21 +114,15 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
     Further numbers, such as the depth in ``slice_0767_z=8.5521um.tif``, may differ.
     """
     names = [_natural(path.name) for path in slices]
-    if any(name[::2] != names[0][::2] for name in names):
-        raise VolumeError(
-            f"{folder} holds slices whose names differ in more than numbers, such as "
-            f"{slices[0].name} and {slices[-1].name}; keep the slices of one channel in it, "
-            "numbered in their order"
-        )
-    columns = zip(*(name[1::2] for name in names), strict=True)
+    columns = zip(*(name[1::2] for name in names), strict=False)
     numbers = next((column for column in columns if len(set(column)) > 1), (0,) * len(names))
     steps = [after - before for before, after in pairwise(numbers)]
-    for step, (before, after) in zip(steps, pairwise(slices), strict=True):
-        if step != min(steps) or step == 0:
+    for number, step in enumerate(steps):
+        if names[number + 1][::2] != names[0][::2] or step != min(steps) or step == 0:
             raise VolumeError(
-                f"{folder} lacks a slice, or has two of one number: {after.name} comes after "
-                f"{before.name}; add the slice, or keep one channel in the folder, numbered in "
-                "even steps"
+                f"{folder} lacks a slice, or holds others: {slices[number + 1].name} comes after "
+                f"{slices[number].name}; keep the slices of one channel in it, numbered in even "
+                "steps"
             )
 
 
@@ -158,27 +133,33 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
         _refuse_uneven(path, slices)
         reading = reading.model_copy(update={"axes": None, "time": None})
     found = [_open(file, reading) for file in slices or (path,)]
-    first = found[0]
-    for file, one in zip(slices, found, strict=False):
-        if one.text != first.text or len(one.planes) > 1:
+    texts = [_text(planes) for planes, _, _ in found]
+    for file, text, (planes, _, _) in zip(slices, texts, found, strict=False):
+        if text != texts[0] or len(planes) > 1:
             raise VolumeError(
-                f"{file} has {one.text}, but {slices[0].name} has {first.text}; slices in a folder "
-                "have one page each, all alike"
+                f"{file} has {text}, but {slices[0].name} has {texts[0]}; slices in a folder have "
+                "one page each, all alike"
             )
-    planes = [plane for one in found for plane in one.planes]
+    planes = [plane for one, _, _ in found for plane in one]
     if len(planes) < 2:
         raise VolumeError(
             f"{path} has one page, and a volume needs at least two; name the folder of all slices, "
             "or save them as one stack"
         )
-    chunk_bytes = planes[0][0][0].chunk_bytes
-    refuse_beyond_memory(chunk_bytes, f"{path}: reading a strip", "use a machine with more")
     stack = Stack(planes)
-    spacing_mm, origin_mm, unit, channel_names = first.place
-    spacing_mm = _spacing_beside(path) or spacing_mm
-    geometry = placed(path, stack.shape, spacing_mm, reading, origin_mm=origin_mm, unit=unit)
-    names = channel_names if len(channel_names) == stack.shape[3] else ()
+    refuse_beyond_memory(stack.chunk_bytes, f"{path}: reading a strip", "use a machine with more")
+    _, place, names = found[0]
+    place["stated_mm"] = _spacing_beside(path) or place["stated_mm"]
+    geometry = placed(path, stack.shape, reading=reading, **place)
+    names = names if len(names) == geometry.num_channels else ()
     return Source(geometry, stack.dtype, lambda scratch: stack, channel_names=names)
+
+
+def _text(planes: list[_Channels]) -> str:
+    """Return what is in a file, for a message."""
+    first, channels = planes[0][0][0], len(planes[0])
+    shape = (*first.shape[:2], first.shape[2] * channels)
+    return f"{counted(len(planes), 'page')} of {times(shape)} {first.dtype.name}"
 
 
 @contextmanager
@@ -202,7 +183,8 @@ def _tiff(file: Path) -> Iterator[Any]:
         raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
 
 
-def _open(file: Path, reading: Reading) -> _Opened:
+def _open(file: Path, reading: Reading) -> tuple[list[_Channels], dict[str, Any], tuple[str, ...]]:
+    """Return the planes of a file, where it says that they lie, and the names of its channels."""
     with _tiff(file) as tiff:
         # Copies of reduced size are levels of a pyramid, or thumbnails.
         found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
@@ -221,11 +203,14 @@ def _open(file: Path, reading: Reading) -> _Opened:
             raise VolumeError(
                 f"{file} has colours with alpha (transparency); save it without alpha"
             )
-        return _Opened(_in_order(file, found[0], reading), _place(tiff))
+        planes = _in_order(file, found[0], reading)
+        if not tiff.is_ome:
+            return planes, {"stated_mm": _stated_mm(tiff)}, ()
+        return planes, *_stated_by_ome(ElementTree.fromstring(tiff.ome_metadata))
 
 
-def _in_order(file: Path, series: Any, reading: Reading) -> list[list[tuple[Planes, int]]]:
-    """Return for each plane those of its channels."""
+def _in_order(file: Path, series: Any, reading: Reading) -> list[_Channels]:
+    """Return the planes of a series."""
     _, _, rows, columns, interleaved = series.keyframe.shaped
     stated = [AXES.get(letter, letter.lower()) for letter in series.axes]
     sizes = tuple(series.shape)
@@ -320,11 +305,8 @@ def _spacing_beside(path: Path) -> Sequence[float | None] | None:
     return lengths[::-1]
 
 
-def _place(tiff: Any) -> _Place:
-    """Return what a file states about its place in its metadata of OME or ImageJ."""
-    if tiff.is_ome:
-        return _place_of_ome(ElementTree.fromstring(tiff.ome_metadata))
-    # ImageJ's fields, which files written by tifffile may have, too.
+def _stated_mm(tiff: Any) -> list[float | None]:
+    """Return the spacing along X, Y, Z by ImageJ's fields, which tifffile may write, too."""
     fields = tiff.imagej_metadata or (tiff.shaped_metadata or [{}])[0]
     page = tiff.pages[0]
     # A resolution in inches is for printing.
@@ -335,7 +317,7 @@ def _place(tiff: Any) -> _Place:
     units = (unit, *(unit_mm(_unescaped(fields.get(name))) or unit for name in ("yunit", "zunit")))
     depth = abs(fields.get("spacing", 1)) if "spacing" in fields or tiff.is_imagej else None
     lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
-    return _Place([length_mm(*pair) for pair in zip(lengths, units, strict=True)])
+    return [length_mm(*pair) for pair in zip(lengths, units, strict=True)]
 
 
 def _unescaped(name: object) -> str:
@@ -343,23 +325,19 @@ def _unescaped(name: object) -> str:
     return re.sub(r"\\u([0-9A-Fa-f]{4})", lambda found: chr(int(found[1], 16)), str(name))
 
 
-def _place_of_ome(root: ElementTree.Element) -> _Place:
-    elements = {one.tag.rpartition("}")[2]: one for one in reversed([*root.iter()])}
-    pixels, plane = elements.get("Pixels", root), elements.get("Plane", root)
-    units = [pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "XYZ"]
-    positions = [
-        (plane.get(f"Position{axis}"), unit_mm(plane.get(f"Position{axis}Unit"))) for axis in "XYZ"
-    ]
-    channels = (one.get("Name", "") for one in pixels if one.tag.endswith("Channel"))
-    return _Place(
-        [
-            length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit))
-            for axis, unit in zip("XYZ", units, strict=True)
-        ],
-        [float(position or 0) * (unit or 0) for position, unit in positions],
-        NAMES.get(units[0]),
-        tuple(printable(name) for name in channels if name),
-    )
+def _stated_by_ome(root: ElementTree.Element) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return where planes lie by the metadata of OME, and the names of channels."""
+    first = {one.tag.rpartition("}")[2]: one for one in reversed([*root.iter()])}
+    pixels, plane = first.get("Pixels", root), first.get("Plane", root)
+    names = [one.get("Name") for one in pixels if one.tag.endswith("Channel")]
+    place: dict[str, Any] = {"stated_mm": [], "origin_mm": []}
+    for axis in "XYZ":
+        unit = pixels.get(f"PhysicalSize{axis}Unit", "µm")
+        place["stated_mm"].append(length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit)))
+        unit_of_position = unit_mm(plane.get(f"Position{axis}Unit")) or 0.0
+        place["origin_mm"].append(float(plane.get(f"Position{axis}", 0)) * unit_of_position)
+    place["unit"] = NAMES.get(unit)
+    return place, tuple(printable(name) for name in names if name)
 
 
 def label_names(path: Path) -> dict[int, str]:

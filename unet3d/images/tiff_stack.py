@@ -52,11 +52,6 @@ class Planes:
         """Number of strips or tiles beside each other."""
         return math.ceil(self.shape[1] / self.chunk[1])
 
-    @property
-    def chunk_bytes(self) -> int:
-        """Unpacked bytes of a strip or tile."""
-        return math.prod(self.chunk) * self.shape[2] * self.dtype.itemsize
-
     def refuse_lost(self) -> None:
         """Refuse strips or tiles that are missing, too short, or beyond the end of the file."""
         number, file_bytes = self.offsets.shape[1], os.path.getsize(self.file)
@@ -99,7 +94,8 @@ class Stack:
         self.dtype = first.dtype.newbyteorder("=")
         self._planes = planes
         self._kept: dict[tuple[Planes, int, int], npt.NDArray[Any]] = {}
-        self._most = KEPT_BYTES // first.chunk_bytes
+        self.chunk_bytes = math.prod(first.chunk) * self._interleaved * self.dtype.itemsize
+        self._most = KEPT_BYTES // self.chunk_bytes
 
     def __getitem__(self, box: tuple[slice, slice, slice, slice]) -> npt.NDArray[Any]:
         columns, rows, numbers, channels = (
