@@ -61,12 +61,12 @@ def report(
         )
     if is_run and settings.changes:
         raise click.UsageError("the options of microscopy are for a segmentation; add --image SCAN")
-    from unet3d.images.files import volume_stem
+    from unet3d.images.files import file_of, volume_stem
     from unet3d.reports.pages.page import is_page
     from unet3d.reports.pages.run_page import REPORT, pages_of_run
 
     if output is None:
-        output = path / REPORT if is_run else path.with_name(f"{volume_stem(path)}.html")
+        output = path / REPORT if is_run else file_of(path).with_name(f"{volume_stem(path)}.html")
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{output} cannot hold a page; name a file that ends in .html")
     # The page of a run that is still training is made repeatedly.

@@ -29,6 +29,7 @@ from unet3d.images.microscopy import (
     rounded,
     written_place,
 )
+from unet3d.images.scratch import forget_pages
 from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
 from unet3d.images.tiff_stack import DAMAGED, Planes, Stack, num_pages
 from unet3d.images.units import Units, unit_mm
@@ -396,13 +397,20 @@ def write_labels(
             }
     tifffile.imwrite(
         path,
-        (np.ascontiguousarray(plane) for plane in planes),
+        _released(planes),
         shape=planes.shape,
         dtype=planes.dtype,
         compression="zlib",
         metadata=metadata,
         **options,
     )
+
+
+def _released(planes: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield planes, whose memory pages are released if they are of a file."""
+    for plane in planes:
+        yield np.ascontiguousarray(plane)
+        forget_pages(planes)
 
 
 def _is_of_imagej(path: Path) -> bool:
