@@ -86,6 +86,9 @@ def test_axes_follow_tags_labels_and_sizes(tmp_path):
         written(path, middle)
     )
     np.testing.assert_array_equal(open_image(path, reading=Reading(axes="zcyx")).whole(), expected)
+    labels = written(tmp_path / "labels.h5")
+    image = open_image(labels, reading=Reading(axes="zcyx"))
+    np.testing.assert_array_equal(image.whole(), ours(ARRAY))
     tags = {"axistags": json.dumps({"axes": [{"key": key} for key in "zcyx"]})}
     np.testing.assert_array_equal(read_image(written(path, middle, attributes=tags)), expected)
     written(path, CHANNELS.transpose())
