@@ -71,6 +71,20 @@ def test_prepared_cases_are_the_same_as_of_nifti(tmp_path, volume):
             np.testing.assert_array_equal(array, expected)
 
 
+def test_labels_in_the_store_of_their_image_have_its_name(tmp_path):
+    voxels = np.arange(8**3, dtype=np.uint16).reshape(8, 8, 8)
+    for number in range(2):
+        store = write_store(tmp_path / f"scans/{number}.ome.zarr", voxels)
+        write_store(store / "labels/cells", (voxels > 99).astype("u1"))
+    paths = [f"scans/{number}.ome.zarr" for number in range(2)]
+    cases = [{"image": path, "label": f"{path}/labels/cells"} for path in paths]
+    tree = {"labels": {"background": 0, "cell": 1}, "training": cases}
+    (tmp_path / "dataset.json").write_text(json.dumps(tree))
+    dataset = load_dataset(tmp_path)
+    assert [case.name for case in dataset.cases] == ["scans/0", "scans/1"]
+    assert examine(dataset).findings == []
+
+
 def test_a_store_that_belongs_to_no_case_is_named(tmp_path):
     voxels = np.arange(8**3, dtype=np.uint16).reshape(8, 8, 8)
     dataset = write_dataset(tmp_path, [voxels] * 2, [(voxels > 99).astype("u1")] * 2, ".ome.zarr")

@@ -39,7 +39,7 @@ from unet3d.datasets.folds import (
 from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
-from unet3d.images.files import SUFFIXES, file_of, volume_stem
+from unet3d.images.files import SUFFIXES, file_of, store_around, volume_stem
 from unet3d.images.source import AS_STATED
 from unet3d.inputs.plain_data import is_printable, shown
 
@@ -275,6 +275,8 @@ class _Description:
 
     def _name_of(self, label: Path) -> str:
         """Return the name of a case, which also names its results in a run."""
+        while os.path.isdir(label) and (store := store_around(label)):
+            label = store  # labels in the store of their image have its name
         file = file_of(label)
         place = Path(os.path.normpath(file))
         if not place.is_relative_to(self.root):  # links may hide that it is inside
