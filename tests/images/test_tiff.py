@@ -375,6 +375,21 @@ def test_labels_of_an_imagej_scan_are_written_as_imagej_does(tmp_path, unit):
         assert tiff.is_ome
 
 
+def test_the_unit_is_that_of_the_scan(tmp_path):
+    sizes = {f"PhysicalSize{axis}": 100 for axis in "XYZ"}
+    ome = {"ome": True, "metadata": {"axes": "ZYX", **sizes, **NANOMETRES}}
+    fiji = {
+        "metadata": {"axes": "ZYX", "spacing": 0.01, "unit": "micron"},
+        "resolution": (100, 100),
+    }
+    for options, text in ((ome, 'XUnit="nm"'), ({"imagej": True, **fiji}, "unit=um")):
+        scan = open_image(written(tmp_path / "scan.tif", **options))
+        write_label(tmp_path / "seg.tif", ours(ARRAY)[0], scan.geometry)
+        with tifffile.TiffFile(tmp_path / "seg.tif") as tiff:
+            assert text in tiff.pages[0].description
+        assert spacing_of(tmp_path / "seg.tif") == pytest.approx(scan.geometry.spacing_mm)
+
+
 def test_units_suit_the_spacing(tmp_path):
     for spacing_mm, unit in ((2e-4, "µm"), (0.5, "mm")):
         nib.save(nib.Nifti1Image(ARRAY.T, np.diag([*[spacing_mm] * 3, 1])), tmp_path / "scan.nii")

@@ -15,6 +15,7 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import file_of, times
 from unet3d.images.geometry import Geometry, geometry_of_affine
 from unet3d.images.source import Reading
+from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,10 @@ def point_in_time(path: Path, number: int, reading: Reading) -> int:
     return reading.time
 
 
-def length_mm(number: object, unit_mm: float | None) -> float | None:
+def length_mm(number: object, one_mm: float | None) -> float | None:
     """Return a positive number of a file in mm; None if it is not one, or its unit is unknown."""
     try:
-        length = float(str(number)) * (unit_mm or math.nan)
+        length = float(str(number)) * (one_mm or math.nan)
     except ValueError:
         return None
     # 10 nm are 1e-5 mm, not 9.999999999999999e-06
@@ -130,6 +131,17 @@ def written_place(geometry: Geometry) -> tuple[Spacing, list[float]]:
     turned = stored.affine[:3, :3] - np.diag(stored.spacing_mm)
     is_turned = np.abs(turned).max() > 1e-3 * min(stored.spacing_mm)
     return stored.spacing_mm, [0.0] * 3 if is_turned else stored.affine[:3, 3].tolist()
+
+
+def unit_name(mm: float | None) -> str | None:
+    """Return OME's name of a unit with a length in mm; None for other units."""
+    return next((name for symbol, name in NAMES.items() if unit_mm(symbol) == mm), None)
+
+
+def written_unit(geometry: Geometry) -> str:
+    """Return the symbol of the unit of a scan's file, or else of one that suits its spacing."""
+    symbols = {name: symbol for symbol, name in NAMES.items()}
+    return symbols.get(geometry.unit or "", Units.of(geometry.spacing_mm).length)
 
 
 def rounded(values: Any) -> list[float]:

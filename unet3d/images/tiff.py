@@ -20,19 +20,20 @@ from unet3d.images.geometry import Geometry
 from unet3d.images.label_names import HUES
 from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.images.microscopy import (
-    NAMES,
     length_mm,
     named_axes,
     package,
     placed,
     point_in_time,
     rounded,
+    unit_name,
     written_place,
+    written_unit,
 )
 from unet3d.images.scratch import forget_pages
 from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
 from unet3d.images.tiff_stack import DAMAGED, Planes, Stack, num_pages
-from unet3d.images.units import Units, unit_mm
+from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
 
@@ -206,7 +207,7 @@ def _open(file: Path, reading: Reading) -> tuple[list[_Channels], dict[str, Any]
             )
         planes = _in_order(file, found[0], reading)
         if not tiff.is_ome:
-            return planes, {"stated_mm": _stated_mm(tiff)}, ()
+            return planes, _stated_by_imagej(tiff), ()
         return planes, *_stated_by_ome(ElementTree.fromstring(tiff.ome_metadata))
 
 
@@ -306,8 +307,8 @@ def _spacing_beside(path: Path) -> Sequence[float | None] | None:
     return lengths[::-1]
 
 
-def _stated_mm(tiff: Any) -> list[float | None]:
-    """Return the spacing along X, Y, Z by ImageJ's fields, which tifffile may write, too."""
+def _stated_by_imagej(tiff: Any) -> dict[str, Any]:
+    """Return the spacing and unit by ImageJ's fields, which tifffile may write, too."""
     fields = tiff.imagej_metadata or (tiff.shaped_metadata or [{}])[0]
     page = tiff.pages[0]
     # A resolution in inches is for printing.
@@ -318,7 +319,8 @@ def _stated_mm(tiff: Any) -> list[float | None]:
     units = (unit, *(unit_mm(_unescaped(fields.get(name))) or unit for name in ("yunit", "zunit")))
     depth = abs(fields.get("spacing", 1)) if "spacing" in fields or tiff.is_imagej else None
     lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
-    return [length_mm(*pair) for pair in zip(lengths, units, strict=True)]
+    stated_mm = [length_mm(*pair) for pair in zip(lengths, units, strict=True)]
+    return {"stated_mm": stated_mm, "unit": unit_name(unit)}
 
 
 def _unescaped(name: object) -> str:
@@ -337,7 +339,7 @@ def _stated_by_ome(root: ElementTree.Element) -> tuple[dict[str, Any], tuple[str
         place["stated_mm"].append(length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit)))
         unit_of_position = unit_mm(plane.get(f"Position{axis}Unit")) or 0.0
         place["origin_mm"].append(float(plane.get(f"Position{axis}", 0)) * unit_of_position)
-    place["unit"] = NAMES.get(unit)
+    place["unit"] = unit_name(unit_mm(unit))
     return place, tuple(printable(name) for name in names if name)
 
 
@@ -367,8 +369,9 @@ def write_labels(
     if stored.dtype.itemsize > 4:
         raise VolumeError(f"cannot write {path}: TIFF has no labels above {2**32 - 1}; use .nii.gz")
     spacing_mm, origin_mm = written_place(geometry)
-    unit = Units.of(spacing_mm)
-    x, y, z = (float(f"{mm / unit.mm:.12g}") for mm in spacing_mm)
+    unit = written_unit(geometry)
+    one_mm = unit_mm(unit) or 1.0
+    x, y, z = rounded(np.array(spacing_mm) / one_mm)
     is_known = geometry.has_spacing or set(spacing_mm) != {1.0}
     planes = stored.T
     metadata: dict[str, Any] = {"axes": "ZYX"}
@@ -377,7 +380,7 @@ def write_labels(
         metadata["Info"] = "".join(f"label {value}: {name}\n" for value, name in names.items())
         if is_known:
             options["resolution"] = (1 / x, 1 / y)
-            metadata |= {"unit": unit.length.replace("µ", "u"), "spacing": z}
+            metadata |= {"unit": unit.replace("µ", "u"), "spacing": z}
         if planes.itemsize == 1:
             colours = np.array([hue.split() for hue in HUES], float) * (2**16 - 1)
             palette = np.vstack([np.zeros((1, 3)), np.resize(colours, (255, 3))]).T
@@ -388,12 +391,12 @@ def write_labels(
             metadata["MapAnnotation"] = {str(value): name for value, name in names.items()}
         if is_known:
             metadata |= {"PhysicalSizeX": x, "PhysicalSizeY": y, "PhysicalSizeZ": z}
-            metadata |= {f"PhysicalSize{axis}Unit": unit.length for axis in "XYZ"}
+            metadata |= {f"PhysicalSize{axis}Unit": unit for axis in "XYZ"}
         if any(origin_mm):
             metadata["Plane"] = {
                 name: [value] * len(planes)
-                for axis, mm in zip("XYZ", rounded(np.array(origin_mm) / unit.mm), strict=True)
-                for name, value in ((f"Position{axis}", mm), (f"Position{axis}Unit", unit.length))
+                for axis, mm in zip("XYZ", rounded(np.array(origin_mm) / one_mm), strict=True)
+                for name, value in ((f"Position{axis}", mm), (f"Position{axis}Unit", unit))
             }
     tifffile.imwrite(
         path,
