@@ -44,7 +44,7 @@ pictures: .venv/tools
 
 .venv/tools: .venv/installed
 	@echo "Installing the tools of development: downloads 0.2 GB."
-	$(PIP) -e '.[dev,docs,microscopy]'
+	$(PIP) -e '.[dev,docs,microscopy,remote]'
 	@touch $@
 
 clean:

@@ -6,7 +6,7 @@ import torch
 
 from tests.command_line import run
 from tests.images.samples import blob_label, noise, write_json, write_volume
-from tests.images.test_zarr_datasets import write_store
+from tests.images.zarr_stores import write_store
 from tests.networks import write_checkpoint
 from tests.patches.known_cases import make_loader
 from unet3d.config import load_config

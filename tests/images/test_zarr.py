@@ -15,56 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.images.samples import refusal, write_volume
+from tests.images.zarr_stores import SPACING, VOXELS, axes_named, scaled, store, zipped
 from tests.mutations import mutated, property_test
 from unet3d.errors import VolumeError
-from unet3d.images import zarr_store
+from unet3d.images import ome_zarr
 from unet3d.images.files import members, stands_for_volume, volume_stem, written_suffix
 from unet3d.images.geometry import same_grid
-from unet3d.images.image import open_image
+from unet3d.images.image import open_image, open_source
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
+from unet3d.images.source import Reading
+from unet3d.images.store_files import StoreFiles
 
 zarr = pytest.importorskip("zarr")
-
-VOXELS = np.random.default_rng(0).integers(1, 4000, (9, 17, 21)).astype(np.uint16)  # Z, Y, X
-SPACING = (40.0, 8.0, 8.0)
-
-
-def axes_named(names, unit="nanometer"):
-    kinds = {"c": "channel", "t": "time"}
-    axes = [{"name": name, "type": kinds.get(name, "space")} for name in names]
-    return [one | ({"unit": unit} if unit and one["type"] == "space" else {}) for one in axes]
-
-
-def scaled(scale, translation=None):
-    found = [{"type": "scale", "scale": list(scale)}]
-    return found + ([{"type": "translation", "translation": translation}] if translation else [])
-
-
-def store(path, voxels=VOXELS, version="0.5", names="zyx", num_levels=2, **changes):
-    """Write an image as OME-Zarr; in ``changes`` are parts of its metadata."""
-    group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
-    levels = []
-    for number in range(num_levels):
-        step = 2**number
-        part = voxels[(..., *[slice(None, None, step)] * 3)]
-        shards = {"shards": (*part.shape[:-3], 8, 16, 16)} if version == "0.5" else {}
-        group.create_array(
-            str(number),
-            shape=part.shape,
-            chunks=(*part.shape[:-3], 4, 8, 8),
-            dtype=part.dtype,
-            config={"write_empty_chunks": True},
-            **shards,
-        )[...] = part
-        scale = [1.0] * (voxels.ndim - 3) + [size * step for size in SPACING]
-        levels.append({"path": str(number), "coordinateTransformations": scaled(scale)})
-    multiscale = {"axes": axes_named(names), "datasets": levels, **changes}
-    if version == "0.5":
-        group.attrs["ome"] = {"version": "0.5", "multiscales": [multiscale]}
-    else:
-        group.attrs["multiscales"] = [{"version": "0.4", **multiscale}]
-    return path
+numcodecs = pytest.importorskip("numcodecs")
 
 
 def changed(path, change, name="zarr.json"):
@@ -118,13 +82,23 @@ def test_a_zip_file_of_a_store_is_read(tmp_path, version, compression, above):
     assert stands_for_volume(path) and written_suffix(path) == ".ome.zarr"
 
 
-def zipped(folder, compression=zipfile.ZIP_STORED, above=""):
-    path = folder.with_name(f"{folder.name}.zip")
-    with zipfile.ZipFile(path, "w", compression) as packed:
-        for file in sorted(folder.rglob("*")):
-            if file.is_file():
-                packed.write(file, f"{above}{file.relative_to(folder)}")
-    return path
+def test_parts_of_a_zip_file_are_named_and_read_in_parts(tmp_path, monkeypatch):
+    folder = store(tmp_path / "scan.ome.zarr")
+    store(folder / "labels" / "cells", (VOXELS > 2000).astype(np.uint8))
+    path = zipped(folder, above="scan.ome.zarr/")
+    np.testing.assert_array_equal(read_label(path / "labels" / "cells").array, VOXELS.T > 2000)
+    coarse = open_image(path / "1")
+    assert (
+        coarse.geometry.spacing_mm == (1.6e-5, 1.6e-5, 8e-5) and volume_stem(path / "1") == "scan"
+    )
+    np.testing.assert_array_equal(coarse.whole()[0], VOXELS[::2, ::2, ::2].T)
+    assert "is not a zarr store" in refusal(path / "labels" / "others", open_image)
+    read, image = counted_reads(monkeypatch), open_image(path)
+    np.testing.assert_array_equal(
+        image.read((slice(3, 5), slice(8, 9), slice(0, 4))), VOXELS.T[None, 3:5, 8:9, :4]
+    )
+    (index, chunk) = (size for name, size in read if "/c/" in name)
+    assert index == 8 * 16 + 4 and chunk < 4 * 8 * 8 * 2 + 99
 
 
 @pytest.mark.parametrize("names, shape", [("czyx", (2,)), ("tczyx", (1, 2)), ("tzyx", (1,))])
@@ -138,8 +112,14 @@ def test_channels_come_last_and_a_single_time_is_left_out(tmp_path, names, shape
 
 
 def test_several_times_are_refused(tmp_path):
-    path = store(tmp_path / "scan.zarr", np.stack([VOXELS] * 2), names="tzyx")
-    assert "2 positions along its axis t; save one of them" in refusal(path, open_image)
+    path = store(tmp_path / "scan.zarr", np.stack([VOXELS, VOXELS + 1]), names="tzyx")
+    message = refusal(path, open_image)
+    assert "has 2 points in time; choose one with --time, 0 to 1" in message
+    for time in range(2):
+        image = open_image(path, reading=Reading(time=time))
+        np.testing.assert_array_equal(image.whole()[0], VOXELS.T + time)
+    with pytest.raises(VolumeError, match="no point in time 2; --time may be 0 to 1"):
+        open_image(path, reading=Reading(time=2))
 
 
 def test_levels_and_label_maps_in_a_store_are_named_by_their_paths(tmp_path):
@@ -151,9 +131,95 @@ def test_levels_and_label_maps_in_a_store_are_named_by_their_paths(tmp_path):
     label = read_label(path / "labels" / "cells")
     np.testing.assert_array_equal(label.array, VOXELS.T > 2000)
     assert same_grid(label.geometry, open_image(path).geometry) is None
-    found = members(path)
+    assert members(path) == (path,)
+    found = ome_zarr.files_of(path)
     assert found[0] == path / "zarr.json" and len(found) == 1 + 1 + 8
     assert all(file.parent == path or file.is_relative_to(path / "0") for file in found)
+
+
+LEVELS = [(8e-6, 8e-6, 4e-5), (1.6e-5, 1.6e-5, 8e-5)]
+
+
+@pytest.mark.parametrize(
+    "wanted, level",
+    [
+        ({}, 0),
+        ({"level": 1}, 1),
+        ({"near_mm": (8e-6, 8e-6, 8e-6)}, 0),
+        ({"near_mm": (1.2e-5, 1.2e-5, 6e-5)}, 1),  # in ratios, nearer to the coarser level
+        ({"near_mm": (1e-6, 1e-6, 1e-6)}, 0),
+        ({"near_mm": (1.0, 1.0, 1.0)}, 1),
+        ({"near_mm": (1.0, 1.0, 1.0), "level": 0}, 0),
+    ],
+)
+def test_a_level_is_named_or_the_nearest_to_a_spacing(tmp_path, wanted, level):
+    path = store(tmp_path / "scan.ome.zarr")
+    source = open_source(path, Reading(**wanted))
+    assert source.geometry.spacing_mm == LEVELS[level]
+    step = 2**level
+    expected = VOXELS[::step, ::step, ::step].T
+    np.testing.assert_array_equal(source.voxels()[:, :, :, :][..., 0], expected)
+    assert source.levels == ((21, 17, 9), (11, 9, 5))
+
+
+def test_a_stated_spacing_is_that_of_the_finest_level(tmp_path):
+    path = store(tmp_path / "scan.ome.zarr")
+    for level, factor in ((0, 1), (1, 2)):
+        for name in (path, path / str(level)):
+            reading = Reading(spacing_mm=(1.0, 2.0, 3.0), level=level if name == path else None)
+            geometry = open_image(name, reading=reading).geometry
+            assert geometry.spacing_mm == (factor, 2 * factor, 3 * factor)
+    nearest = open_image(path, reading=Reading(spacing_mm=(1, 1, 5), near_mm=(2, 2, 9)))
+    assert nearest.geometry.spacing_mm == (2, 2, 10)
+
+
+def test_levels_that_are_not_there_are_listed(tmp_path):
+    path = store(tmp_path / "scan.ome.zarr")
+    with pytest.raises(VolumeError) as caught:
+        open_image(path, reading=Reading(level=2))
+    assert str(caught.value) == (
+        f"{path} has no level 2; it has 0 (8 x 8 x 40 nm), 1 (16 x 16 x 80 nm)"
+    )
+    shutil.rmtree(path / "1")
+    assert open_source(path).levels == ((21, 17, 9),)
+
+
+def test_axes_are_stated_where_a_file_has_no_names(tmp_path):
+    path = tmp_path / "scan.zarr"
+    zarr.create_array(path, data=np.stack([VOXELS, VOXELS + 1], axis=-1))
+    message = refusal(path, open_image)
+    assert "4 axes (9x17x21x2) without names; name them with --axes, such as czyx" in message
+    image = open_image(path, reading=Reading(axes="zyxc", spacing_mm=(1e-5, 1e-5, 2e-5)))
+    assert image.geometry.spacing_mm == (1e-5, 1e-5, 2e-5)
+    np.testing.assert_array_equal(image.read(channel=1)[0], VOXELS.T + 1)
+    for axes in ("zyx", "zyxx", "tczy"):
+        with pytest.raises(VolumeError, match="name all axes with --axes, such as czyx"):
+            open_image(path, reading=Reading(axes=axes))
+
+
+def test_channels_have_the_names_of_omero(tmp_path):
+    path = store(tmp_path / "scan.zarr", np.stack([VOXELS] * 2), names="czyx")
+    omero = {"channels": [{"label": "DAPI"}, {"label": "actin\n"}]}
+    changed(path, lambda found: found["attributes"]["ome"].update(omero=omero))
+    assert open_source(path).channel_names == ("DAPI", "actin\\n")
+    changed(path, lambda found: found["attributes"]["ome"].update(omero={"channels": [{}, 1]}))
+    assert open_source(path).channel_names == ()
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_the_first_series_of_bioformats2raw_is_opened(tmp_path, version, caplog):
+    path = tmp_path / "scan.zarr"
+    layout = {"bioformats2raw.layout": 3}
+    group = zarr.open_group(path, mode="w", zarr_format=3 if version == "0.5" else 2)
+    group.attrs.update({"ome": layout} if version == "0.5" else layout)
+    assert "without multiscales" in refusal(path, open_image)
+    store(path / "0", version=version)
+    np.testing.assert_array_equal(open_image(path).whole()[0], VOXELS.T)
+    assert not caplog.records
+    store(path / "1", VOXELS + 1, version=version)
+    np.testing.assert_array_equal(open_image(path).whole()[0], VOXELS.T)
+    assert f"{path} holds several images; 0 is read" in caplog.text
+    np.testing.assert_array_equal(open_image(path / "1").whole()[0], VOXELS.T + 1)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -170,20 +236,26 @@ def test_plain_arrays_have_a_spacing_of_one_and_say_so(tmp_path, names, zarr_for
     assert f"{path} does not state the distance of voxels" in caplog.text
 
 
+def counted_reads(monkeypatch):
+    """Return a list that gets the name in the store and the number of bytes of each read."""
+    found, read = [], StoreFiles.read
+
+    def counted(self, name, *part):
+        content = read(self, name, *part)
+        found.append((name.removeprefix(self.root)[1:], len(content or b"")))
+        return content
+
+    monkeypatch.setattr(StoreFiles, "read", counted)
+    return found
+
+
 def test_a_box_reads_only_its_chunks(tmp_path, monkeypatch):
     path = store(tmp_path / "scan.zarr", num_levels=1)
-    read, get = [], zarr_store.CheckedStore.get
-
-    async def counted(self, key, prototype, byte_range=None):
-        found = await get(self, key, prototype, byte_range)
-        read.append((key, 0 if found is None else len(found)))
-        return found
-
-    monkeypatch.setattr(zarr_store.CheckedStore, "get", counted)
+    read = counted_reads(monkeypatch)
     image = open_image(path)
     assert not any("/c/" in key for key, _ in read)
     image.read((slice(16, 20), slice(0, 4), slice(8, 9)))
-    assert {key for key, _ in read if "c/" in key} == {"c/1/0/1"}
+    assert {key for key, _ in read if "c/" in key} == {"0/c/1/0/1"}
     read.clear()
     for plane in range(9):
         image.plane(2, plane)
@@ -236,6 +308,19 @@ def test_written_labels_are_a_pyramid_in_the_unit_of_the_scan(tmp_path, caplog):
     np.testing.assert_array_equal(found.array, labels)
     assert same_grid(found.geometry, open_image(tmp_path / "scan.ome.zarr").geometry) is None
     assert not caplog.records
+
+
+def test_a_lost_file_of_written_labels_is_an_error(tmp_path):
+    path, _ = written(tmp_path)
+    for lost in ("1/c/0/0/0", "0/c/0/0/0"):
+        content = (path / lost).read_bytes()
+        (path / lost).unlink()
+        assert f"lacks its file {path}/{lost}; write it again" in refusal(path, open_image)
+        (path / lost).write_bytes(content)
+    image = open_image(path)
+    (path / "0" / "c" / "0" / "0" / "0").unlink()
+    with pytest.raises(VolumeError, match="lacks its file c/0/0/0; write or copy it again"):
+        image.read()
 
 
 def test_written_labels_are_valid_for_ome_zarr_models(tmp_path):
@@ -311,10 +396,10 @@ FAULTS = {
     "'affine' has no 3 numbers": with_level(coordinateTransformations=[{"type": "affine"}]),
     "'scale' has no 3 numbers": with_level(coordinateTransformations=scaled([1, 2])),
     "scale.0 must be greater than 0": with_level(coordinateTransformations=scaled([0, 1, 1])),
-    "lacks the array of its finest level": with_level(path="5"),
+    "lacks the array of level 0": with_level(path="5"),
     "leads out of the store": with_level(path="../scan.zarr/0"),
     "lacks zarr.json or .zgroup": lambda path: (path / "zarr.json").unlink(),
-    "claims the shape 1e+30": with_array(shape=[10**30, 17, 21]),
+    "covers 400x144x176, but the finest 4e+31": with_array(shape=[10**30, 17, 21]),
     "complex": with_array(data_type="complex64", fill_value=[0, 0]),
     "no-such-codec": with_array(codecs=[{"name": "no-such-codec"}]),
 }
@@ -325,6 +410,12 @@ def test_damaged_metadata_are_refused(tmp_path, message):
     path = store(tmp_path / "scan.zarr")
     FAULTS[message](path)
     assert message in refusal(path, open_image)
+
+
+def test_a_shape_beyond_all_numbers_is_refused(tmp_path):
+    path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS).store.root
+    changed(path, lambda found: found.update(shape=[10**30, 17, 21]))
+    assert "claims the shape 1e+30x17x21; it is damaged" in refusal(path, open_image)
 
 
 def test_chunks_larger_than_memory_are_refused(tmp_path):
@@ -347,7 +438,7 @@ def test_files_larger_than_their_content_are_refused(tmp_path):
     path = store(tmp_path / "scan.zarr")
     with (path / "0" / "c" / "0" / "0" / "0").open("ab") as file:
         file.truncate(2**24)
-    assert "c/0/0/0 of 16777216 bytes" in refusal(path, lambda one: open_image(one).read())
+    assert "c/0/0/0 of more than" in refusal(path, lambda one: open_image(one).read())
 
 
 @pytest.mark.parametrize("bomb", ["zarr.json", "0/c/0/0/0"])
@@ -357,6 +448,46 @@ def test_zip_bombs_are_refused(tmp_path, bomb):
     path = zipped(folder, zipfile.ZIP_DEFLATED)
     message = refusal(path, lambda one: open_image(one).read())
     assert "more than 33,554,432 bytes" in message or "takes up to" in message
+
+
+CODECS = {
+    "blosc": numcodecs.Blosc(),
+    "zstd": numcodecs.Zstd(),
+    "lz4": numcodecs.LZ4(),
+    "gzip": numcodecs.GZip(),
+    "zlib": numcodecs.Zlib(),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bombs_of_codecs_are_refused(tmp_path, codec):
+    path = tmp_path / "scan.zarr"
+    zarr.create_array(path, data=VOXELS, zarr_format=2, compressors=CODECS[codec])
+    np.testing.assert_array_equal(open_image(path).whole()[0], VOXELS.T)
+    (path / "0.0.0").write_bytes(CODECS[codec].encode(bytes(2**24)))
+    message = refusal(path, lambda one: open_image(one).read())
+    assert "has a chunk in 0.0.0 that unpacks to more than" in message
+
+
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("box", [None, (slice(0, 2),) * 3])
+def test_bombs_in_shards_are_refused(tmp_path, place, box):
+    path = tmp_path / "scan.zarr"
+    shards = {"chunk_shape": (8, 8, 8), "index_location": place}
+    sharding = zarr.codecs.ShardingCodec(
+        codecs=(zarr.codecs.BytesCodec(), zarr.codecs.ZstdCodec()), **shards
+    )
+    array = {"shape": (16,) * 3, "chunks": (16,) * 3, "dtype": "u1"}
+    zarr.create_array(path, **array, serializer=sharding, compressors=None)[...] = 1
+    np.testing.assert_array_equal(open_image(path).read(box), 1)
+    bomb, index_bytes = numcodecs.Zstd().encode(bytes(2**24)), 8 * 16 + 4
+    offset = index_bytes if place == "start" else 0
+    index = np.array([[offset, len(bomb)]] * 8, "<u8").tobytes()
+    index = bytes(numcodecs.CRC32C(location="end").encode(index))
+    content = [index, bomb] if place == "start" else [bomb, index]
+    (path / "c" / "0" / "0" / "0").write_bytes(b"".join(content))
+    message = refusal(path, lambda one: open_image(one).read(box))
+    assert "has a chunk in c/0/0/0 that unpacks to more than" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\0" * 18])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.images.samples import write_volume
+from tests.images.zarr_stores import write_store
 from unet3d.config import load_config
 from unet3d.datasets.dataset import load_dataset
 from unet3d.images.image import open_image
@@ -15,22 +16,6 @@ from unet3d.preparation.check import examine
 from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 
 zarr = pytest.importorskip("zarr")
-
-
-def write_store(path, voxels, spacing=10, zarr_format=3, chunks=(32, 32, 32)):
-    """Write an image (Z, Y, X) in nanometres as OME-Zarr with one level."""
-    group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
-    group.create_array("0", shape=voxels.shape, chunks=chunks, dtype=voxels.dtype)[...] = voxels
-    scale = [{"type": "scale", "scale": [spacing] * 3}]
-    axes = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
-    levels = [{"path": "0", "coordinateTransformations": scale}]
-    multiscales = [{"axes": axes, "datasets": levels, "version": "0.4"}]
-    group.attrs.update(
-        {"multiscales": multiscales}
-        if zarr_format == 2
-        else {"ome": {"version": "0.5", "multiscales": multiscales}}
-    )
-    return path
 
 
 def write_dataset(root, images, labels, ending):

@@ -304,6 +304,21 @@ def test_a_store_is_one_scan_and_its_result_is_a_store(tmp_path):
     refuses(stores[:1], "cannot write .*file.zarr", tmp_path / "file.zarr", overwrite=True)
 
 
+def test_an_empty_folder_becomes_a_store(tmp_path):
+    scans = touch(tmp_path, "a.nii.gz")
+    (tmp_path / "seg.ome.zarr").mkdir()
+    (scan,) = found_of(scans, tmp_path / "seg.ome.zarr", 1).to_segment
+    assert scan.output == tmp_path / "seg.ome.zarr"
+
+
+def test_the_result_of_a_url_is_in_the_current_folder(tmp_path):
+    url = Path("https://host/scans/a.ome.zarr")
+    (scan,) = found_of([url], None, 1).to_segment
+    assert scan.images == (url,) and scan.output == Path("a_seg.ome.zarr")
+    (scan,) = found_of([Path("s3://bucket/key/6001240")], tmp_path, 1).to_segment
+    assert scan.output == tmp_path / "6001240.ome.zarr"
+
+
 def test_nothing_is_written_into_a_store_or_in_place_of_one_that_holds_the_scan(tmp_path):
     store = zarr_store(tmp_path / "a.ome.zarr")
     words = f"would be in the store {store}, which stays as it is; name .* with -o"

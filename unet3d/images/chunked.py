@@ -21,17 +21,26 @@ enough for planes of 1000x1000 voxels of a byte in chunks of 128."""
 class ChunkedVoxels:
     """An array (I, J, K, C) over an array of a library, whose axes have names such as ``tczyx``.
 
-    Axes other than x, y, z and c have a size of 1. Consecutive planes along any axis unpack their
-    chunks once.
+    Axes other than x, y, z, c and t have a size of 1. Consecutive planes along any axis, and
+    channels that share chunks, unpack their chunks once.
     """
 
-    def __init__(self, path: Path, array: Any, axes: Sequence[str], chunks: Sequence[int]) -> None:
-        """Take the array, the names of its axes, and the shape of the chunks to be unpacked."""
+    def __init__(
+        self,
+        path: Path | str,
+        array: Any,
+        axes: Sequence[str],
+        chunks: Sequence[int],
+        time: int = 0,
+    ) -> None:
+        """Take the array, its axes, the shape of the chunks to be unpacked, and a point in time."""
         sizes, order = tuple(array.shape), list(axes)
         places = [order.index(name) if name in order else None for name in "xyzc"]
         self.shape = tuple(1 if place is None else sizes[place] for place in places)
         self.dtype = array.dtype
         self._path, self._array, self._places = path, array, places
+        others = [place for place, name in enumerate(order) if name not in "xyzc"]
+        self._fixed = {place: time if order[place] == "t" else 0 for place in others}
         self._chunks = [min(int(chunk), size) for chunk, size in zip(chunks, sizes, strict=True)]
         x, y, z = (1 if place is None else self._chunks[place] for place in places[:3])
         self.chunks = (x, y, z)
@@ -47,29 +56,31 @@ class ChunkedVoxels:
     def __getitem__(self, index: tuple[slice, ...]) -> npt.NDArray[Any]:
         """Return a box (I, J, K, C)."""
         box = [slice(0, 1)] * len(self._array.shape)
-        for place, part in zip(self._places, index, strict=True):
-            if place is not None:
-                box[place] = slice(*part.indices(self._array.shape[place])[:2])
+        for place, position in self._fixed.items():
+            box[place] = slice(position, position + 1)
+        for number, part in zip(self._places, index, strict=True):
+            if number is not None:
+                box[number] = slice(*part.indices(self._array.shape[number])[:2])
         found = self._planes(box)
         order = [place for place in self._places if place is not None]
-        others = [number for number in range(found.ndim) if number not in order]
-        kept: tuple[Any, ...] = (..., *[0] * len(others))
-        found = found.transpose(*order, *others)[kept]
+        kept: tuple[Any, ...] = (..., *[0] * len(self._fixed))
+        found = found.transpose(*order, *self._fixed)[kept]
         missing = [number for number, place in enumerate(self._places) if place is None]
         return np.expand_dims(found, missing)
 
     def _planes(self, box: list[slice]) -> npt.NDArray[Any]:
-        """Return a box of the array; of a few planes, their whole chunks are unpacked and kept."""
+        """Return a box of the array; of a few planes or channels, whole chunks are kept."""
         shares = [(part.stop - part.start) / n for part, n in zip(box, self._chunks, strict=True)]
         spatial = [place for place in self._places[:3] if place is not None]
         axis = min(spatial, key=lambda place: (shares[place], place), default=0)
-        planes, chunk = box[axis], self._chunks[axis]
-        first = planes.start // chunk * chunk
         layer = [*box]
-        layer[axis] = slice(first, min(first + chunk, self._array.shape[axis]))
+        for place in (axis, *(place for place in self._places[3:] if place is not None)):
+            chunk, size = self._chunks[place], self._array.shape[place]
+            first = box[place].start // chunk * chunk
+            if box[place].stop <= first + chunk:
+                layer[place] = slice(first, min(first + chunk, size))
         num_bytes = math.prod(part.stop - part.start for part in layer) * self.dtype.itemsize
-        is_thin = planes.stop <= layer[axis].stop and planes != layer[axis]
-        if not is_thin or num_bytes > KEPT_BYTES:
+        if layer == box or num_bytes > KEPT_BYTES:
             return self._read(box)
         with self._lock:
             if self._kept is None or self._kept[0] != layer:
@@ -78,9 +89,8 @@ class ChunkedVoxels:
                 voxels.flags.writeable = False
                 self._kept = (layer, voxels)
             kept = self._kept[1]
-        inside = [slice(None)] * len(box)
-        inside[axis] = slice(planes.start - first, planes.stop - first)
-        return kept[tuple(inside)]
+        parts = zip(box, layer, strict=True)
+        return kept[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in parts)]
 
     def _read(self, box: list[slice]) -> npt.NDArray[Any]:
         try:
@@ -88,6 +98,10 @@ class ChunkedVoxels:
                 return np.asarray(self._array[tuple(box)])
         except VolumeError:
             raise
+        except PermissionError as error:
+            raise VolumeError(
+                f"cannot read {self._path}: its voxels may not be read; ask for the right to"
+            ) from error
         except Exception as error:  # a damaged chunk can raise anything in a codec
             reason = " ".join(str(error).split()) or type(error).__name__
             raise VolumeError(

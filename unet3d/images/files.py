@@ -49,10 +49,15 @@ ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), True, 
 
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
 
+ZIP_SUFFIXES = (".ome.zarr.zip", ".zarr.zip", ".ozx")
+
 HDF5 = Format("hdf5", (".h5", ".hdf5", ".hdf"), written=(".h5", ".hdf5"), writer="h5py")
 """A file with one volume, or a dataset in a file: ``scan.h5:/raw``, or ``scan.h5/raw``."""
 
-DATASET = re.compile(r"(.+?\.(?:h5|hdf5|hdf))(:/*|/+)(.+)", re.IGNORECASE | re.DOTALL)
+DATASET = re.compile(r"(.+?\.(?:h5|hdf5|hdf|zarr\.zip|ozx))(:/*|/+)(.+)", re.IGNORECASE | re.DOTALL)
+"""A path in a file of several volumes, which is an HDF5 file or the zip file of a store."""
+
+URL = re.compile(r"([a-z][a-z0-9+]+):/+(.+)", re.IGNORECASE)
 
 FORMATS = (
     NIFTI,
@@ -60,7 +65,7 @@ FORMATS = (
     TIFF,
     ZARR,
     HDF5,
-    Format("ome_zarr", (".ome.zarr.zip", ".zarr.zip"), written=ZARR.written),
+    Format("ome_zarr", ZIP_SUFFIXES, written=ZARR.written),
     DICOM,
 )
 
@@ -68,10 +73,16 @@ SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes)
 WRITTEN_SUFFIXES = tuple(dict.fromkeys(suffix for one in FORMATS for suffix in one.written))
 
 
+def url_of(path: Path) -> str | None:
+    """Return the URL for which a path stands, whose // pathlib shortens; None for other paths."""
+    found = URL.fullmatch(str(path))
+    return f"{found[1]}://{found[2]}" if found and not os.path.lexists(path) else None
+
+
 def file_and_dataset(path: Path) -> tuple[Path, str]:
     """Return the file of a volume, and the name of a dataset in it, which is usually empty."""
     match = DATASET.fullmatch(str(path))
-    if match is None or (match[2][0] != ":" and not os.path.isfile(match[1])):
+    if match is None or (match[2][0] != ":" and not os.path.isfile(match[1]) and not url_of(path)):
         return path, ""
     return Path(match[1]), match[3]
 
@@ -90,8 +101,10 @@ def volume_suffix(path: Path) -> str:
 def format_of(path: Path) -> Format | None:
     """Return the format of a file or folder; None for a file without the ending of a volume.
 
-    A name that does not exist yet has the format of its ending.
+    A name that does not exist yet has the format of its ending. URLs are zarr stores.
     """
+    if url_of(path):
+        return ZARR
     is_folder, suffix = os.path.isdir(path), volume_suffix(path)
     for one in FORMATS:
         if suffix in one.suffixes and (one.is_folder or not is_folder):
@@ -101,17 +114,19 @@ def format_of(path: Path) -> Format | None:
 
 def _folder_format(folder: Path) -> Format:
     """Return the format of a folder without an ending; DICOM if its content is of no other."""
-    if any(os.path.isfile(os.path.join(folder, name)) for name in ZARR_METADATA):
+    if holds_store(folder):
         return ZARR
     return TIFF if module_of(TIFF).members(folder) != (folder,) else DICOM
 
 
+def holds_store(folder: Path) -> bool:
+    """Return whether a folder has the metadata of a zarr store."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ZARR_METADATA)
+
+
 def store_around(path: Path) -> Path | None:
     """Return a store in which a path lies or would lie; None if it is in no store."""
-    for above in path.absolute().parents:
-        if any(os.path.isfile(above / name) for name in ZARR_METADATA):
-            return above
-    return None
+    return next(filter(holds_store, path.absolute().parents), None)
 
 
 def module_of(one: Format) -> Any:
@@ -135,8 +150,8 @@ def written_suffix(scan: Path) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a path is a folder in which names of files say where their voxels belong."""
-    return os.path.isdir(path) and format_of(path) is ZARR
+    """Return whether a path is a store in a folder or at a URL."""
+    return bool(os.path.isdir(path) or url_of(path)) and format_of(path) is ZARR
 
 
 def is_collection(path: Path) -> bool:

@@ -37,7 +37,7 @@ def package(name: str, what: str) -> Any:
 
 
 def named_axes(
-    path: Path, shape: Sequence[int], stated: Sequence[str], reading: Reading
+    path: Path | str, shape: Sequence[int], stated: Sequence[str], reading: Reading
 ) -> tuple[str, ...]:
     """Return the names of the axes of an array, as users state them, or else its file.
 
@@ -63,7 +63,7 @@ def named_axes(
     return axes
 
 
-def point_in_time(path: Path, number: int, reading: Reading) -> int:
+def point_in_time(path: Path | str, number: int, reading: Reading) -> int:
     """Return which of a number of points in time to read; of one, a choice does not matter."""
     if number == 1:
         return 0
@@ -72,8 +72,6 @@ def point_in_time(path: Path, number: int, reading: Reading) -> int:
             f"{path} has {number} points in time; choose one with --time, 0 to {number - 1}, or if "
             "they are planes, name the axes with --axes, such as zyx"
         )
-    if number == 1:  # as a label map of one point has
-        return 0
     if not 0 <= reading.time < number:
         raise VolumeError(
             f"{path} has no point in time {reading.time}; --time may be 0 to {number - 1}"

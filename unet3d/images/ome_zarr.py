@@ -1,15 +1,13 @@
-"""Reads OME-Zarr 0.4 and 0.5 and plain zarr arrays; writes label maps as OME-Zarr 0.5.
+"""Reads OME-Zarr 0.4 and 0.5 and plain zarr arrays in folders, in zip files and at URLs.
 
-A store is a folder of files with chunks of voxels, or a zip file of such a folder. Level 0, the
-finest, is read; any other level is opened by its path, such as ``scan.ome.zarr/2``, and a label map
-in a store as ``scan.ome.zarr/labels/NAME``.
+A level other than the one that is asked for can be opened by its path, such as
+``scan.ome.zarr/2``, and a label map in a store as ``scan.ome.zarr/labels/NAME``.
 """
 
 import logging
 import os
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,22 +21,27 @@ from pydantic import AfterValidator, BaseModel, Field
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.chunked import ChunkedVoxels
-from unet3d.images.files import ZARR_METADATA, is_store, times
+from unet3d.images.files import ZARR_METADATA, file_of, holds_store, times, url_of
 from unet3d.images.geometry import Geometry
-from unet3d.images.label_names import HUES
-from unet3d.images.microscopy import NAMES, length_mm, package, placed
+from unet3d.images.microscopy import (
+    NAMES,
+    length_mm,
+    named_axes,
+    package,
+    placed,
+    point_in_time,
+    rounded,
+)
 from unet3d.images.source import AS_STATED, Reading, Source, unreadable, whole_axes
+from unet3d.images.store_files import StoreFiles, joined
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable, shown, validated
-from unet3d.inputs.reading import MAX_JSON_BYTES, plain_json, read_json
+from unet3d.inputs.reading import plain_json
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 128
-"""Voxels of a written chunk along each axis; a file, called a shard, has up to 4^3 chunks."""
-
-COARSEST = 256
-"""Most voxels along an axis of the coarsest level of a pyramid."""
+WHOLE = {"unet3d": {"all_chunks_written": True}}
+"""Attributes of a group that is written here, in which a missing file is an error."""
 
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Length = Annotated[float, Field(gt=0, le=1e12)]
@@ -93,25 +96,24 @@ class _Multiscale(BaseModel):
 class _Node:
     """A group or an array of a store, as its metadata describe it."""
 
-    path: Path
-    """The folder of the node, or the zip file."""
-    packed: zipfile.ZipFile | None
-    """The opened zip file; None for a folder."""
-    inside: str
-    """The path of the node in the zip file, with / at its end; empty in a folder."""
+    files: StoreFiles
+    name: str
+    """Name of its folder."""
     zarr_format: int
     attributes: Mapping[str, Any]
     array: Mapping[str, Any] | None
     """The description of an array; None for a group."""
 
     @classmethod
-    def of(
-        cls, path: Path, packed: zipfile.ZipFile | None = None, inside: str = ""
-    ) -> "_Node | None":
+    def of(cls, files: StoreFiles, name: str) -> "_Node | None":
         """Read the metadata of a node; None if there is none."""
 
-        def content(name: str) -> Any:
-            return _json(path / name) if packed is None else _packed_json(packed, inside + name)
+        def content(file: str) -> Any:
+            found = files.metadata(joined(name, file))
+            try:
+                return None if found is None else _object(plain_json(found))
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
 
         described = content("zarr.json")
         if described is not None:
@@ -122,22 +124,17 @@ class _Node:
             if array is None and content(".zgroup") is None:
                 return None
             attributes = content(".zattrs") or {}
-        if not isinstance(attributes, dict):
-            raise ValueError(f"attributes are {shown(attributes)}")
         return cls(
-            path=path,
-            packed=packed,
-            inside=inside,
+            files=files,
+            name=name,
             zarr_format=2 if described is None else 3,
-            attributes=attributes,
+            attributes=_object(attributes),
             array=array,
         )
 
     def child(self, name: str) -> "_Node | None":
         """Return a node in this group; None if there is none."""
-        if self.packed is None:
-            return _Node.of(self.path / name)
-        return _Node.of(self.path, self.packed, f"{self.inside}{name}/")
+        return _Node.of(self.files, joined(self.name, name))
 
     @property
     def ome(self) -> Mapping[str, Any]:
@@ -146,7 +143,7 @@ class _Node:
         return ome if isinstance(ome, dict) else {}
 
     @property
-    def multiscale(self) -> _Multiscale | None:
+    def pyramid(self) -> _Multiscale | None:
         """The first pyramid of a group; None if it has none."""
         listed = self.ome.get("multiscales")
         if listed is None:
@@ -157,170 +154,35 @@ class _Node:
             raise ValueError("axes have no names and units, which they have since version 0.4")
         return validated(_Multiscale, first)
 
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """The labels of channels, or none."""
+        with suppress(LookupError, TypeError):
+            return tuple(printable(one["label"]) for one in self.ome["omero"]["channels"])
+        return ()
 
-def members(path: Path) -> tuple[Path, ...]:
-    """Return the files of metadata and of the finest level; a zip file is one file."""
-    if not os.path.isdir(path):
-        return (path,)
-    inside = path
-    with suppress(OSError, ValueError):
-        node = _Node.of(path)
-        if node is not None and node.multiscale is not None:
-            inside = path / node.multiscale.datasets[0].path
-    metadata = [path / name for name in (*ZARR_METADATA, ".zattrs")]
-    files = [Path(folder, name) for folder, _, names in os.walk(inside) for name in names]
-    found = [file for file in metadata if os.path.isfile(file)]
-    return tuple(dict.fromkeys([*found, *sorted(files)])) if found else (path,)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of an array; empty for a group, or if it is not one of integers."""
+        shape = None if self.array is None else self.array.get("shape")
+        if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
+            return tuple(shape)
+        return ()
 
+    def levels(self, pyramid: _Multiscale) -> list["_Node"]:
+        """Return the arrays of a pyramid, up to one that is missing."""
+        found: list[_Node] = []
+        for level in pyramid.datasets:
+            node = self.child(level.path)
+            if node is None or len(node.shape) != len(pyramid.axes):
+                break
+            found.append(node)
+        return found
 
-def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
-    """Read the metadata of a store, but no voxels."""
-    if not os.path.exists(path):
-        raise VolumeError(f"there is no file or folder {path}; name a volume")
-    try:
-        with _root(path) as node:
-            return _open(path, node, reading)
-    except VolumeError:
-        raise
-    except ValueError as error:
-        raise VolumeError(
-            f"{path} has metadata that cannot be used: {error}; save it as OME-Zarr 0.4 or 0.5"
-        ) from error
-    except Exception as error:  # zarr raises errors of any type for damaged metadata
-        raise unreadable(path, error) from error
-
-
-def _open(path: Path, node: _Node | None, reading: Reading) -> Source:
-    if node is None:
-        raise VolumeError(
-            f"{path} is not a zarr store: it lacks {' or '.join(ZARR_METADATA)}; it is incomplete, "
-            "or of another format"
-        )
-    pyramid, level = node.multiscale, None
-    if pyramid is not None:
-        level = pyramid.datasets[0]
-        array = node.child(level.path)
-    elif node.array is not None:
-        array = node
-        above = _Node.of(path.parent) if path.is_dir() else None
-        pyramid = above.multiscale if above is not None else None
-        listed = [] if pyramid is None else pyramid.datasets
-        level = next((one for one in listed if one.path == path.name), None)
-    else:
-        raise VolumeError(f"{path} is a zarr group without multiscales; {_instead(path)}")
-    if array is None or array.array is None:
-        raise VolumeError(f"{path} lacks the array of its finest level; copy the volume again")
-    if pyramid is None or level is None:
-        axes = _plain_axes(array)
-        units: list[str | None] = [None] * len(axes)
-        scale, translation = np.ones(len(axes)), np.zeros(len(axes))
-    else:
-        axes, units = [one.name for one in pyramid.axes], [one.unit for one in pyramid.axes]
-        scale, translation = pyramid.placed(level)
-    library, is_label = _library(f"reading {path}"), "image-label" in node.ome
-    opened = library.open_array(
-        path, array.path, array.packed, array.inside, array.zarr_format, is_label
-    )
-    source = _source(path, opened, axes, units, scale, translation, reading)
-    if pyramid is not None and array is not node:
-        source.levels = _levels(path, node, pyramid)
-    return source
-
-
-def _source(
-    path: Path,
-    array: Any,
-    axes: Sequence[str],
-    units: Sequence[str | None],
-    scale: npt.NDArray[Any],
-    translation: npt.NDArray[Any],
-    reading: Reading,
-) -> Source:
-    """Return an array whose axes have names, units, a scale and a translation."""
-    sizes = dict(zip(axes, array.shape, strict=False))
-    if len(axes) != len(array.shape) or len(sizes) < len(axes) or not {*"xyz"} <= sizes.keys():
-        raise VolumeError(
-            f"{path} has {len(array.shape)} axes ({times(array.shape)}), named "
-            f"{printable(','.join(axes))}; a volume needs z, y and x, each once"
-        )
-    long = [name for name, size in sizes.items() if name not in (*"xyzc",) and size != 1]
-    if long:
-        raise VolumeError(
-            f"{path} has {sizes[long[0]]} positions along its axis {printable(long[0])}; save one "
-            "of them as a store of its own"
-        )
-    places = [axes.index(name) for name in "xyz"]
-    named = [units[place] or "mm" for place in places]
-    unit_mms = [unit_mm(name) for name in named]
-    if None in unit_mms:
-        raise ValueError(f"the unit {shown(named[unit_mms.index(None)])} is not one of length")
-    is_stated = any(units[place] for place in places) or (scale[places] != 1).any()
-    stated_mm = [
-        length_mm(scale[place], one) if is_stated else None
-        for place, one in zip(places, unit_mms, strict=True)
-    ]
-    origin_mm = _rounded(translation[places] * np.array(unit_mms))
-    voxels = ChunkedVoxels(path, array, axes, array.chunks)
-    shape = whole_axes(path, voxels.shape)
-    unit = NAMES.get(named[0], named[0]) if is_stated else None
-    geometry = placed(path, shape, stated_mm, reading, origin_mm=origin_mm, unit=unit)
-    return Source(geometry, array.dtype, lambda scratch: voxels)
-
-
-def _plain_axes(node: _Node) -> list[str]:
-    """Return the names of the axes of an array, by default z, y, x after the channel."""
-    assert node.array is not None
-    shape = node.array.get("shape")
-    num_axes = len(shape) if isinstance(shape, list) else 0
-    names = node.array.get("dimension_names") or node.attributes.get("_ARRAY_DIMENSIONS")
-    return list(map(str, names)) if isinstance(names, list) else list("tczyx"[-num_axes:])
-
-
-def _levels(path: Path, group: _Node, pyramid: _Multiscale) -> tuple[Shape, ...]:
-    """Return the voxels along X, Y, Z of each level, up to one that is missing.
-
-    Levels must cover the same volume; else one of their spacings is wrong.
-    """
-    places = [[axis.name for axis in pyramid.axes].index(name) for name in "xyz"]
-    first, found = None, list[Shape]()
-    for level in pyramid.datasets:
-        node = group.child(level.path)
-        shape = None if node is None or node.array is None else node.array.get("shape")
-        if not isinstance(shape, list) or len(shape) != len(pyramid.axes):
-            break  # only the level that is read must exist
-        scale, _ = pyramid.placed(level)
-        extent, spacing = (scale * shape)[places], scale[places]
-        if first is None:
-            first = extent
-        elif (np.abs(extent - first) > 1.01 * spacing).any():
-            raise VolumeError(
-                f"{path} has levels that disagree: level {printable(level.path)} covers "
-                f"{times(extent[::-1])}, but the finest {times(first[::-1])}; correct the scales "
-                "in its metadata"
-            )
-        x, y, z = (int(shape[place]) for place in places)
-        found.append((x, y, z))
-    return tuple(found)
-
-
-def _json(path: Path) -> Any:
-    """Return the content of a file of metadata; None if it is missing."""
-    try:
-        return _object(read_json(path)) if os.path.lexists(path) else None
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from error
-
-
-def _packed_json(packed: zipfile.ZipFile, name: str) -> Any:
-    """Return the content of a file of metadata in a zip file; None if it is missing."""
-    try:
-        if packed.getinfo(name).file_size > MAX_JSON_BYTES:  # no more is ever unpacked
-            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
-        return _object(plain_json(packed.read(name)))
-    except KeyError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store says that it has all of its files."""
+        return WHOLE.items() <= self.attributes.items()
 
 
 def _object(found: Any) -> Any:
@@ -329,37 +191,206 @@ def _object(found: Any) -> Any:
     return found
 
 
-@contextmanager
-def _root(path: Path) -> Iterator[_Node | None]:
-    """Yield the outermost node in a folder or a zip file, in which it may be in a folder."""
-    if os.path.isdir(path):
-        yield _Node.of(path)
-        return
-    with zipfile.ZipFile(path) as packed:
-        names = [name for name in packed.namelist() if name.rpartition("/")[2] in ZARR_METADATA]
-        first = min(names, key=lambda name: (name.count("/"), name), default="")
-        yield _Node.of(path, packed, first[: first.rfind("/") + 1])
+def members(path: Path) -> tuple[Path, ...]:
+    """Return the path alone: a store counts as one file."""
+    return (path,)
 
 
-def _instead(path: Path) -> str:
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of metadata in a folder, and all files of its finest level."""
+    inside = folder
+    with suppress(VolumeError, ValueError, OSError):  # whoever opens the store says what is wrong
+        node = _Node.of(StoreFiles(folder), os.path.abspath(folder))
+        if node is not None and node.pyramid is not None:
+            inside = folder / node.pyramid.datasets[0].path
+    metadata = [folder / name for name in (*ZARR_METADATA, ".zattrs")]
+    files = (Path(above, name) for above, _, names in os.walk(inside) for name in names)
+    return [*filter(os.path.isfile, metadata), *sorted({*files}.difference(metadata))]
+
+
+def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
+    """Read the metadata of a store, but no voxels."""
+    volume = url_of(path) or path
+    if volume is path and not os.path.exists(file_of(path)):
+        raise VolumeError(f"there is no file or folder {path}; name a volume")
+    try:
+        return _open(path, StoreFiles(path), reading)
+    except VolumeError:
+        raise
+    except ValueError as error:
+        raise VolumeError(
+            f"{volume} has metadata that cannot be used: {error}; save it as OME-Zarr 0.4 or 0.5"
+        ) from error
+    except Exception as error:  # zarr raises errors of any type for damaged metadata
+        raise unreadable(volume, error) from error
+
+
+def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
+    node = _root(files)
+    group, pyramid, named = _pyramid_around(node)
+    levels = [node] if pyramid is None else group.levels(pyramid)
+    if (named or 0) >= len(levels):
+        raise VolumeError(f"{files.volume} lacks the array of level {named or 0}; copy it again")
+    shape = levels[0].shape
+    if pyramid is None:
+        axes = [_Axis(name=name) for name in _plain_axes(node, reading)]
+        scales, translations = np.ones((1, len(shape))), np.zeros((1, len(shape)))
+    else:
+        axes = pyramid.axes
+        placed_levels = map(pyramid.placed, pyramid.datasets[: len(levels)])
+        scales, translations = map(np.array, zip(*placed_levels, strict=True))
+    names = named_axes(files.volume, shape, [axis.name for axis in axes], reading)
+    x, y, z = places = [names.index(name) for name in "xyz"]
+    scales, translations = scales[:, places], translations[:, places]
+    shapes = [(one.shape[x], one.shape[y], one.shape[z]) for one in levels]
+    _refuse_uneven(files, shapes, scales)
+    units = [axes[place].unit for place in places]
+    is_known = any(units) or bool((scales[0] != 1).any())
+    mm = [unit_mm(unit or "mm") for unit in units]
+    if reading.spacing_mm is not None:
+        spacings, is_known = scales / scales[0] * reading.spacing_mm, True
+    elif None in mm:
+        raise ValueError(f"the unit {shown(units[mm.index(None)])} is not one of length")
+    else:
+        spacings = scales * mm
+    if group.is_whole:
+        _refuse_lost_files(levels)
+    number = _chosen(files, spacings, reading, is_known) if named is None else named
+    array = _library(f"reading {files.volume}", "zarr_store").open_array(
+        files,
+        levels[number].name,
+        levels[number].zarr_format,
+        is_sparse="image-label" in group.ome,
+        is_whole=group.is_whole,
+    )
+    time = point_in_time(files.volume, shape[names.index("t")] if "t" in names else 1, reading)
+    voxels = ChunkedVoxels(files.volume, array, names, array.chunks, time)
+    geometry = placed(
+        path,
+        whole_axes(path, voxels.shape),
+        [length_mm(one, 1.0) if is_known else None for one in spacings[number]],
+        AS_STATED,
+        origin_mm=rounded(translations[number] * [one or 1.0 for one in mm]),
+        unit=NAMES.get(str(units[0]), units[0]) if is_known and units[0] else None,
+    )
+    channels = group.channel_names if len(group.channel_names) == geometry.num_channels else ()
+    return Source(
+        geometry,
+        array.dtype,
+        lambda scratch: voxels,
+        channel_names=channels,
+        levels=tuple(shapes) if named is None else (),
+    )
+
+
+def _root(files: StoreFiles) -> _Node:
+    """Return the group or array that a path names; of several series, the first."""
+    node = _Node.of(files, files.root)
+    if node is None and files.is_forbidden:
+        raise VolumeError(f"{files.volume} may not be read; ask for the right to read it")
+    if node is None:
+        raise VolumeError(
+            f"{files.volume} is not a zarr store: it lacks {' or '.join(ZARR_METADATA)}; it is "
+            "incomplete, or of another format"
+        )
+    if "bioformats2raw.layout" in node.ome and (series := node.child("0")) is not None:
+        if node.child("1") is not None:
+            logger.warning("%s holds several images; 0 is read", files.volume)
+        return series
+    return node
+
+
+def _pyramid_around(node: _Node) -> tuple[_Node, _Multiscale | None, int | None]:
+    """Return the pyramid of a group, or that of which an array is a level, and the level's number.
+
+    An array of its own has no pyramid, and is level 0.
+    """
+    if node.array is None:
+        if node.pyramid is None:
+            raise VolumeError(
+                f"{node.files.volume} is a zarr group without multiscales; {_instead(node)}"
+            )
+        return node, node.pyramid, None
+    folder, _, name = node.name.rpartition("/")
+    group = _Node.of(node.files, folder)
+    pyramid = None if group is None else group.pyramid
+    if group is not None and pyramid is not None:
+        paths = [level.path for level in pyramid.datasets]
+        if name in paths:
+            return group, pyramid, paths.index(name)
+    return node, None, 0
+
+
+def _plain_axes(node: _Node, reading: Reading) -> Sequence[str]:
+    """Return the names of the axes of an array; z, y, x if there are three without names."""
+    assert node.array is not None
+    names = node.array.get("dimension_names") or node.attributes.get("_ARRAY_DIMENSIONS")
+    if isinstance(names, list) and None not in names:
+        return list(map(str, names))
+    if len(node.shape) != 3 and reading.axes is None:
+        raise VolumeError(
+            f"{node.files.volume} has {len(node.shape)} axes ({times(node.shape)}) without names; "
+            "name them with --axes, such as czyx"
+        )
+    return reading.axes or "zyx"
+
+
+def _chosen(
+    files: StoreFiles, spacings_mm: npt.NDArray[Any], reading: Reading, is_known: bool
+) -> int:
+    """Return the number of the level that users name, or that is nearest to a spacing."""
+    if reading.level is None:
+        near_mm = (is_known and reading.near_mm) or spacings_mm[0]
+        return int(np.abs(np.log(spacings_mm / near_mm)).sum(axis=1).argmin())
+    if not 0 <= reading.level < len(spacings_mm):
+        units = Units.of(spacings_mm[0].tolist())
+        known = [f"{level} ({units.spacing_text(mm)})" for level, mm in enumerate(spacings_mm)]
+        raise VolumeError(f"{files.volume} has no level {reading.level}; it has {', '.join(known)}")
+    return reading.level
+
+
+def _refuse_uneven(files: StoreFiles, shapes: Sequence[Shape], scales: npt.NDArray[Any]) -> None:
+    """Refuse levels that do not cover the same volume: one of their spacings must be wrong."""
+    extents = scales * shapes
+    for number, extent in enumerate(extents):
+        if (np.abs(extent - extents[0]) > 1.01 * scales[number]).any():
+            raise VolumeError(
+                f"{files.volume} has levels that disagree: level {number} covers "
+                f"{times(extent[::-1])}, but the finest {times(extents[0][::-1])}; correct the "
+                "scales in its metadata"
+            )
+
+
+def _refuse_lost_files(levels: Sequence[_Node]) -> None:
+    for level in levels:
+        assert level.array is not None
+        sides = level.array["chunk_grid"]["configuration"]["chunk_shape"]
+        numbers = [-(-size // side) for size, side in zip(level.shape, sides, strict=True)]
+        for place in np.ndindex(*numbers):
+            file = joined(level.name, "/".join(map(str, ("c", *place))))
+            if level.files.read(file, 1, 0, 1) is None:
+                raise VolumeError(f"{level.files.volume} lacks its file {file}; write it again")
+
+
+def _instead(node: _Node) -> str:
     """Return what to name in place of a group."""
-    if os.path.isdir(path):
-        for inner in sorted(path.iterdir()):
-            if any(os.path.isfile(inner / name) for name in ZARR_METADATA):
-                return f"name a volume in it, such as {inner}"
+    if os.path.isdir(node.name):
+        inner = next(filter(holds_store, sorted(Path(node.name).iterdir())), None)
+        if inner is not None:
+            return f"name a volume in it, such as {inner}"
     return "name a store that is one volume"
 
 
-def _library(what: str) -> ModuleType:
-    """Return the module that uses zarr, an optional package, for what begins an error."""
+def _library(what: str, module: str) -> ModuleType:
+    """Return a module that uses zarr, an optional package, for what begins an error."""
     package("zarr", what)
-    return import_module("unet3d.images.zarr_store")
+    return import_module(f"unet3d.images.{module}")
 
 
 def label_names(path: Path) -> dict[int, str]:
     """Return the name of each label value that a store states, or an empty mapping."""
-    with suppress(Exception), _root(path) as node:  # a damaged store can raise anything
-        listed = [] if node is None else node.ome["image-label"]["properties"]
+    with suppress(Exception):  # a damaged store can raise anything
+        listed = _root(StoreFiles(path)).ome["image-label"]["properties"]
         named = {int(one["label-value"]): printable(one["name"]) for one in listed}
         return {value: name for value, name in named.items() if value > 0 and name}
     return {}
@@ -368,60 +399,6 @@ def label_names(path: Path) -> dict[int, str]:
 def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
-    """Write labels (I, J, K) into a folder: a pyramid in which each level has every second voxel.
-
-    The unit is that of the scan's file. An axis is not halved while its spacing is twice as coarse
-    as another's.
-    """
-    turned = geometry.affine[:3, :3] - np.diag(geometry.affine.diagonal()[:3])
-    if np.abs(turned).max() > 1e-3 * min(geometry.spacing_mm):
-        logger.warning("%s is written without the rotation of its scan: OME-Zarr has none", path)
-    library = _library(f"writing {path}")
-    unit = geometry.unit or NAMES[Units.of(geometry.spacing_mm).length]
-    is_known = geometry.has_spacing or set(geometry.spacing_mm) != {1.0}
-    axis = {"type": "space"} | ({"unit": unit} if is_known else {})
-    one_mm = unit_mm(unit) or 1.0
-    spacing = np.array(geometry.spacing_mm)[::-1]
-    labels = geometry.in_ras(stored).T  # (Z, Y, X)
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    levels: list[dict[str, Any]] = []
-    while True:
-        name = str(len(levels))
-        transforms = [
-            {"type": "scale", "scale": _rounded(spacing / one_mm)},
-            {"type": "translation", "translation": _rounded(geometry.affine[2::-1, 3] / one_mm)},
-        ]
-        levels.append({"path": name, "coordinateTransformations": transforms})
-        arrays[name] = labels
-        if max(labels.shape) <= COARSEST:
-            break
-        is_long = np.array(labels.shape) > 1
-        halved = is_long & (spacing < 2 * spacing[is_long].min())
-        labels = labels[tuple(slice(None, None, 2 if half else 1) for half in halved)]
-        spacing = np.where(halved, 2 * spacing, spacing)
-    described: dict[str, Any] = {
-        "colors": [
-            {"label-value": value, "rgba": _rgba(HUES[number % len(HUES)])}
-            for number, value in enumerate(names)
-        ],
-        "properties": [{"label-value": value, "name": name} for value, name in names.items()],
-    }
-    if is_store(geometry.path):
-        described["source"] = {"image": os.path.relpath(geometry.path, path)}
-    multiscale = {
-        "name": "labels",
-        "axes": [{"name": name, **axis} for name in "zyx"],
-        "datasets": levels,
-        "type": "decimation",
-    }
-    ome = {"version": "0.5", "multiscales": [multiscale], "image-label": described}
-    library.write(path, {"ome": ome}, arrays, CHUNK)
-
-
-def _rounded(values: npt.NDArray[Any]) -> list[float]:
-    """Return numbers without the rounding errors of their conversion to mm and back."""
-    return [float(f"{value:.12g}") for value in values]
-
-
-def _rgba(hue: str) -> list[int]:
-    return [*(int(255 * float(part)) for part in hue.split()), 255]
+    """Write labels (I, J, K) into a folder, as a pyramid."""
+    library = _library(f"writing {path}", "zarr_labels")
+    library.write_labels(path, stored, geometry, names)

@@ -136,7 +136,7 @@ def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     return x, y, z, num_channels
 
 
-def unreadable(path: Path, error: Exception) -> VolumeError:
+def unreadable(path: Path | str, error: Exception) -> VolumeError:
     """Return the VolumeError for a file that could not be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     is_damage = type(error).__name__ in ("EOFError", "IsalError", "BadGzipFile", "BadZipFile")

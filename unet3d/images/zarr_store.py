@@ -1,19 +1,20 @@
-"""Opens zarr arrays of untrusted stores, in a folder or a zip file; needs the package zarr."""
+"""Opens zarr arrays of untrusted stores, wherever their files are; needs the package zarr."""
 
-import itertools
+import asyncio
 import logging
 import math
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import zarr
-from zarr.storage import LocalStore, WrapperStore, ZipStore
+from isal import isal_zlib
+from zarr.abc.store import RangeByteRequest, SuffixByteRequest
+from zarr.storage import MemoryStore, WrapperStore
 
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.inputs.reading import MAX_JSON_BYTES
+from unet3d.images.store_files import StoreFiles, joined
 
 logger = logging.getLogger(__name__)
 
@@ -23,107 +24,144 @@ METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 MAX_SIZE = 2**40
 """Most voxels along an axis, and bytes of an array divided by 2**20: more overflows elsewhere."""
 
-_incomplete: set[Path] = set()
-"""Stores whose missing chunks have been mentioned."""
+SPARE_BYTES = 2**20
+"""Bytes beyond twice its voxels that a chunk may have: codecs and shards add a little."""
+
+NO_CHUNK = 2**64 - 1
+"""Offset of a chunk that a shard does not hold."""
+
+_incomplete: set[str] = set()
+"""Volumes whose missing chunks have been mentioned."""
 
 
-class CheckedStore(WrapperStore[Any]):
-    """A store whose files cannot be larger than their content needs; says if a chunk is missing."""
+class VoxelStore(WrapperStore[Any]):
+    """The files of an array; refuses those that are larger, packed or unpacked, than its voxels.
 
-    path: Path
-    volume: Path
-    """The path to name in messages."""
-    is_sparse = False
-    """Whether missing chunks are usual, as in label maps."""
-    max_bytes = MAX_JSON_BYTES
-    fill_value: Any = 0
-    sizes: dict[str, int] | None = None
-    """Unpacked sizes of the files of a zip file; None for a folder."""
+    In a sparse array missing chunks are usual, in a whole one they are an error.
+    """
+
+    array: Any = None
+
+    def __init__(self, files: StoreFiles, place: str, is_sparse: bool, is_whole: bool) -> None:
+        super().__init__(MemoryStore(read_only=True))  # all files come from get
+        self._files, self._place = files, place
+        self._is_sparse, self._is_whole = is_sparse, is_whole
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        """Return the bytes of a file, or None if it does not exist."""
-        is_metadata = key.rpartition("/")[2] in METADATA
-        size = self._size(key)
-        if size is None:
-            if not (is_metadata or self.is_sparse or self.volume in _incomplete):
-                _incomplete.add(self.volume)
-                logger.warning(
-                    "%s has no file for some chunks, such as %s; their voxels are %s, as zarr "
-                    "defines: if they should have others, copy the volume again",
-                    self.volume,
-                    key,
-                    self.fill_value,
-                )
-            return None
-        limit = MAX_JSON_BYTES if is_metadata else self.max_bytes
-        if not 0 < size <= limit:
-            raise VolumeError(
-                f"{self.volume} has a file {key} of {size} bytes, but its content takes up to "
-                f"{limit}; it is damaged: copy the volume again"
-            )
-        return await super().get(key, prototype, byte_range)
+        """Return the bytes of a file or of a part of it, or None if there is none."""
+        found = await asyncio.to_thread(self._content, key, byte_range)
+        return None if found is None else prototype.buffer.from_bytes(found)
 
-    def _size(self, key: str) -> int | None:
-        if self.sizes is not None:
-            return self.sizes.get(key)
-        try:
-            return (self.path / key).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    def _content(self, key: str, byte_range: Any) -> bytes | None:
+        name, start, end = joined(self._place, key), 0, None
+        if key.rpartition("/")[2] in METADATA:
+            return self._files.metadata(name)
+        if isinstance(byte_range, RangeByteRequest):
+            start, end = byte_range.start, byte_range.end
+        elif isinstance(byte_range, SuffixByteRequest):
+            start = -byte_range.suffix
+        num_bytes = math.prod(self.array.shards or self.array.chunks) * self.array.dtype.itemsize
+        found = self._files.read(name, 2 * num_bytes + SPARE_BYTES, start, end)
+        if found is None:
+            self._report_missing(key)
+        else:
+            for chunk in _packed_chunks(self.array, memoryview(found), start, byte_range is None):
+                self._refuse_bomb(key, chunk)
+        return found
+
+    def _report_missing(self, key: str) -> None:
+        volume = self._files.volume
+        if self._is_whole:
+            raise VolumeError(f"{volume} lacks its file {key}; write or copy it again")
+        if not self._is_sparse and volume not in _incomplete:
+            _incomplete.add(volume)
+            logger.warning(
+                "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: "
+                "if they should have others, copy the volume again",
+                *(volume, key, self.array.fill_value),
+            )
+
+    def _refuse_bomb(self, key: str, chunk: memoryview) -> None:
+        limit = 2 * math.prod(self.array.chunks) * self.array.dtype.itemsize + SPARE_BYTES
+        codecs = [
+            type(one).__name__.lower().removesuffix("codec") for one in self.array.compressors
+        ]
+        outermost = next((name for name in reversed(codecs) if name != "crc32c"), "")
+        if _unpacked_bytes(outermost, chunk, limit) > limit:
+            raise VolumeError(
+                f"{self._files.volume} has a chunk in {key} that unpacks to more than {limit} "
+                "bytes, twice its voxels; it is damaged or malicious: do not use it"
+            )
+
+
+def _packed_chunks(
+    array: Any, packed: memoryview, start: int, is_file: bool
+) -> Iterator[memoryview]:
+    """Yield the packed chunks in a part of a file, or in a file: one, or all of a shard."""
+    if not array.shards:
+        yield packed
+        return
+    sharding = array.metadata.codecs[0]
+    is_at_start = sharding.index_location.value == "start"
+    if not is_file:
+        if start > 0 or (start == 0 and not is_at_start):  # else it is the index
+            yield packed
+        return
+    ratios = zip(array.shards, array.chunks, strict=True)
+    index_bytes = 16 * math.prod(shard // chunk for shard, chunk in ratios)
+    checksum_bytes = 4 * (len(sharding.index_codecs) - 1)
+    index = packed[0 if is_at_start else -index_bytes - checksum_bytes :][:index_bytes]
+    for offset, num_bytes in np.frombuffer(index, "<u8").reshape(-1, 2).tolist():
+        if offset != NO_CHUNK:
+            yield packed[offset : offset + num_bytes]
+
+
+def _unpacked_bytes(codec: str, packed: memoryview, limit: int) -> int:
+    """Return the unpacked size of a chunk, or a size above the limit; 0 if it is not stated."""
+    if codec == "blosc":
+        return int.from_bytes(packed[4:8], "little")
+    if codec == "lz4":
+        return int.from_bytes(packed[:4], "little")
+    if codec == "zstd":
+        return _zstd_bytes(packed)
+    wbits = {"gzip": 31, "zlib": 15}.get(codec, 0)
+    total, left = 0, bytes(packed) if wbits else b""
+    while left and total <= limit:
+        inflater = isal_zlib.decompressobj(wbits)
+        while not inflater.eof and total <= limit:
+            part = inflater.decompress(left, SPARE_BYTES)
+            left = inflater.unconsumed_tail
+            total += len(part)
+            if not part and not left:
+                break
+        left = inflater.unused_data
+    return total
+
+
+def _zstd_bytes(packed: memoryview) -> int:
+    """Return the size that a frame of Zstandard states, or the most that its blocks can hold."""
+    described, at = packed[4], 5
+    is_single = described >> 5 & 1
+    at += (1 - is_single) + (0, 1, 2, 4)[described & 3]
+    width = (is_single, 2, 4, 8)[described >> 6]
+    if width:
+        return int.from_bytes(packed[at : at + width], "little") + 256 * (width == 2)
+    total = is_last = 0
+    while not is_last and at + 3 <= len(packed):
+        header = int.from_bytes(packed[at : at + 3], "little")
+        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        total += 2**17 if kind == 2 else size
+        at += 3 + (1 if kind == 1 else size)
+    return total
 
 
 def open_array(
-    volume: Path,
-    path: Path,
-    packed: zipfile.ZipFile | None,
-    inside: str,
-    zarr_format: Any,
-    is_sparse: bool = False,
+    files: StoreFiles, place: str, zarr_format: Any, is_sparse: bool, is_whole: bool
 ) -> Any:
-    """Open an array in a store of a volume, but read no voxels.
-
-    The path is its folder, or the zip file that holds it at the path ``inside``.
-    """
-    if packed is None:
-        store = CheckedStore(LocalStore(path, read_only=True))
-    else:
-        store = CheckedStore(ZipStore(path, mode="r", read_only=True))
-        store.sizes = {one.filename: one.file_size for one in packed.infolist()}
-    store.path, store.volume, store.is_sparse = path, volume, is_sparse
-    array = zarr.open_array(store, mode="r", path=inside, zarr_format=zarr_format)
-    shape, file_shape = array.shape, array.shards or array.chunks
+    """Open an array in a folder of a store, but read no voxels."""
+    store = VoxelStore(files, place, is_sparse, is_whole)
+    array = store.array = zarr.open_array(store, mode="r", zarr_format=zarr_format)
+    shape = array.shape
     if max(shape, default=1) > MAX_SIZE or math.prod(shape) > MAX_SIZE * 2**20:
-        raise VolumeError(f"{volume} claims the shape {times(shape)}; it is damaged")
-    store.fill_value = array.fill_value
-    # Codecs may add a little to incompressible voxels, and shards have an index.
-    store.max_bytes = 2 * math.prod(file_shape) * array.dtype.itemsize + 2**20
+        raise VolumeError(f"{files.volume} claims the shape {times(shape)}; it is damaged")
     return array
-
-
-def write(path: Path, attributes: dict[str, Any], arrays: Mapping[str, Any], side: int) -> None:
-    """Write a group with arrays (Z, Y, X) of chunks with a side, 4^3 of them in a file.
-
-    Chunks of zeros are written, too, so that a missing file is always an error.
-    """
-    store = LocalStore(path)
-    zarr.create_group(store, attributes=attributes)
-    for name, voxels in arrays.items():
-        chunks = tuple(min(side, size) for size in voxels.shape)
-        shards = tuple(
-            chunk * min(4, -(-size // chunk))
-            for chunk, size in zip(chunks, voxels.shape, strict=True)
-        )
-        array = zarr.create_array(
-            store,
-            name=name,
-            shape=voxels.shape,
-            chunks=chunks,
-            shards=shards,
-            dtype=voxels.dtype,
-            dimension_names=("z", "y", "x"),
-            config={"write_empty_chunks": True},
-        )
-        starts = (range(0, size, step) for size, step in zip(voxels.shape, shards, strict=True))
-        for start in itertools.product(*starts):  # one shard at a time, to save memory
-            box = tuple(slice(one, one + step) for one, step in zip(start, shards, strict=True))
-            array[box] = voxels[box]

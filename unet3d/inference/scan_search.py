@@ -17,6 +17,7 @@ from unet3d.images.files import (
     can_be_written,
     file_of,
     format_of,
+    holds_store,
     is_collection,
     is_picture,
     is_volume_file,
@@ -24,6 +25,7 @@ from unet3d.images.files import (
     members,
     stands_for_volume,
     store_around,
+    url_of,
     volume_stem,
     volume_suffix,
     written_suffix,
@@ -109,7 +111,7 @@ def find_scans(
 def refuse_early(request: PredictionRequest) -> None:
     """Check names and headers as far as possible before networks are read."""
     inputs, output = request.images, request.output
-    if not any(os.path.exists(file_of(path)) for path in inputs):
+    if not any(url_of(path) or os.path.exists(file_of(path)) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
     for path in inputs:
         if is_collection(path):
@@ -140,9 +142,9 @@ def _place(stem: str, scan: Path, output: Path | None) -> Path:
     """Return the file of a scan's segmentation.
 
     In a folder other than the scan's, it has the name of the case, without nnU-Net's channel number
-    ``_0000``, so that it pairs with a label map by name.
+    ``_0000``, so that it pairs with a label map by name. That of a URL is in the current folder.
     """
-    suffix, folder = written_suffix(scan), file_of(scan).parent
+    suffix, folder = written_suffix(scan), Path() if url_of(scan) else file_of(scan).parent
     if output is None or os.path.realpath(output) == os.path.realpath(folder):
         return (output or folder) / f"{stem}{ENDING}{suffix}"
     return output / f"{stem.removesuffix('_0000')}{suffix}"
@@ -154,7 +156,7 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     With ``--continue``, raise nothing unless all results exist and are complete.
     """
     results = scan.results(request)
-    existing = [path for path in results if os.path.lexists(path)]
+    existing = [path for path in results if os.path.lexists(path) and not _is_empty(path)]
     if existing == results and not (request.goes_on and not all(map(is_whole, results))):
         raise ResultExistsError(
             f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
@@ -201,11 +203,17 @@ def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> Non
 def _refuse_irregular(path: Path) -> None:
     """Refuse a path that a result, a file or a store, cannot replace."""
     is_folder = volume_suffix(path) in ZARR.suffixes
-    fits = members(path) != (path,) if is_folder else os.path.isfile(path)
+    fits = holds_store(path) or _is_empty(path) if is_folder else os.path.isfile(path)
     if os.path.exists(path) and not fits:
+        kind = "zarr store" if is_folder else "regular file"
         raise ConfigError(
-            f"cannot write {path}: it is not a regular file; remove it, or choose another --output"
+            f"cannot write {path}: it is not a {kind}; remove it, or choose another --output"
         )
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether a path is an empty folder, which a store may fill."""
+    return os.path.isdir(path) and not os.listdir(path)
 
 
 def _refuse_unwritable(path: Path) -> None:

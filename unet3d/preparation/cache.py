@@ -2,7 +2,7 @@
 
 ::
 
-    contents/<sha256 of the path>.json  the digest of a file when it was last hashed
+    contents/<sha256 of the path>.json  the digest of a file or a store when it was last hashed
     examined/<key>.json                 measurements of the voxels of a case
     planned/<key>.json                  measurements of a data set, which decide its preparation
     prepared/<key>/                     an entry: a case, resampled and normalised
@@ -22,7 +22,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from unet3d.atomic import (
 )
 from unet3d.config import Shape, Spacing
 from unet3d.errors import CacheError, VolumeError, reason_of
-from unet3d.images.files import file_and_dataset, file_of, is_store, members
+from unet3d.images.files import ZARR, file_and_dataset, file_of, is_store, members, module_of
 from unet3d.inputs.plain_data import key_of
 from unet3d.preparation.foreground import Foreground, foreground_voxels
 from unet3d.records import (
@@ -127,29 +127,30 @@ class Cache:
         read.
         """
         try:
-            files = members(path)
-            digests = [self._digest(file_of(file).absolute()) for file in files]
-            if file_and_dataset(path)[1]:
-                return key_of([file_and_dataset(path)[1], *digests])
             if is_store(path):
-                names = [str(file.relative_to(path)) for file in files]
-                return key_of(list(zip(names, digests, strict=True)))
-            return "-".join(digests)
+                return self._digest(path, module_of(ZARR).files_of(path))
+            files = [file_of(file) for file in members(path)]
+            digest, dataset = (
+                "-".join(self._digest(file, [file]) for file in files),
+                file_and_dataset(path)[1],
+            )
+            return key_of([dataset, digest]) if dataset else digest
         except OSError as error:
             where = error.filename or path
             raise VolumeError(f"cannot read {where}: {reason_of(error)}") from error
 
-    def _digest(self, path: Path) -> str:
-        status = path.stat()
-        name = os.fsencode(path)
+    def _digest(self, path: Path, files: Sequence[Path]) -> str:
+        """Return the digest of a file or, with the names of its files, of a store."""
+        name = os.fsencode(path.absolute())
         # Copying programs restore the modification time (mtime), but not the change time (ctime).
-        times = [status.st_mtime_ns, status.st_ctime_ns]
-        now = {"path": name.hex(), "size": status.st_size, "times": times}
+        states = [(str(file), file.stat()) for file in files]
+        times = [(file, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for file, one in states]
+        now = {"path": name.hex(), "files": key_of(times)}
         record = self.folder / "contents" / f"{hashlib.sha256(name).hexdigest()}.json"
         known = recall(record, dict)
         if known is None or known != {**now, "sha256": known.get("sha256")}:
-            with path.open("rb") as file:
-                known = {**now, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            hashed = [(str(file.relative_to(path)), _sha256(file)) for file in files]
+            known = {**now, "sha256": hashed[0][1] if files == [path] else key_of(hashed)}
             remember(record, known)
         return str(known["sha256"])
 
@@ -205,6 +206,11 @@ class Cache:
             except OSError:  # another process may have published the case by now
                 if not self.has_case(key):
                     raise
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _opened(folder: Path, name: str) -> PreparedCase:
