@@ -166,7 +166,7 @@ def test_names_grids_that_no_scan_has(root):
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
     assert_finds(root, "error: 4.5 mm apart")
     write_case(root, affine=np.diag([0.02, 0.02, 0.02, 1]))
-    unit = "warning: 0.02x0.02x0.02 mm, but the median"
+    unit = "warning: 0.02 x 0.02 x 0.02 mm, but the median"
     assert_finds(root, unit, spacing_mm=(0.1, 0.1, 0.1))
     tilted = np.eye(4)
     tilted[1:3, 1] = np.cos(np.radians(15)), np.sin(np.radians(15))

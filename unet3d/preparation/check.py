@@ -17,7 +17,6 @@ from unet3d.images.files import (
     is_store,
     is_volume_file,
     members,
-    times,
     volume_stem,
     volume_suffix,
 )
@@ -25,6 +24,7 @@ from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning,
 from unet3d.images.image import image_of, open_source
 from unet3d.images.labels import read_label
 from unet3d.images.source import Reading, Source
+from unet3d.images.units import Units
 from unet3d.preparation.normalization import sampled
 from unet3d.preparation.resample import (
     SpacingSetting,
@@ -148,10 +148,11 @@ class _CaseCheck:
             self.error(f"{header.path}: {error}")
             return
         ratios = np.divide(header.spacing_mm, median_mm)
-        if max(ratios.max(), 1 / ratios.min()) > UNUSUAL_RATIO:
+        if header.has_spacing and max(ratios.max(), 1 / ratios.min()) > UNUSUAL_RATIO:
+            text = Units.of(median_mm).spacing_text
             self.warn(
-                f"{header.path} has the spacing {times(header.spacing_mm)} mm, but the median of "
-                f"the data set is {times(median_mm)} mm; are the units in its header right?"
+                f"{header.path} has the spacing {text(header.spacing_mm)}, but the median of the "
+                f"data set is {text(median_mm)}; are the units in its header right?"
             )
 
     def compare_headers(self) -> None:

@@ -33,7 +33,10 @@ MAX_VOXELS = 2**40
 MAX_LOST_VOXELS = 8
 """Longest side, in voxels, of a volume that may become a single voxel."""
 
-REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
+REMEDY = (
+    "fix the spacing or its unit in the header (for a microscope's file: --spacing), or train with "
+    "another data.spacing_mm"
+)
 
 
 SpacingSetting = Literal["median", "native"] | Spacing
