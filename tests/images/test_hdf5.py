@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import resource
 import subprocess
 import sys
 
@@ -274,6 +275,20 @@ def test_a_large_map_is_written_in_parts(tmp_path):
     scan = open_image(written(tmp_path / "scan.h5", labels.T))
     write_label(tmp_path / "seg.h5", labels, scan.geometry)
     np.testing.assert_array_equal(read_label(tmp_path / "seg.h5").array, labels)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+    labels = RNG.integers(0, 255, (100, 90, 80), np.uint8)
+    scan = open_image(written(tmp_path / "scan.h5", labels.T))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (1000, 20_000, 300_000):  # as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            with pytest.raises(VolumeError, match=r"seg.h5: File too large; choose a folder"):
+                write_label(tmp_path / "seg.h5", labels, scan.geometry)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {*tmp_path.iterdir()} == {scan.geometry.path}
 
 
 SHARED = []

@@ -4,6 +4,7 @@ A file with one volume is named by its path, ``scan.h5``; in any other file the 
 too: ``scan.h5:/raw``. Links, and datasets whose voxels are in other files, are not followed.
 """
 
+import io
 import itertools
 import json
 import logging
@@ -68,6 +69,31 @@ class _Dataset:
             return np.array(np.memmap(file, self.dtype, "r", self._begin, self._stored_shape)[box])
         with _opened(self._path) as opened:
             return np.asarray(opened[self._name][box])
+
+
+class _Output(io.FileIO):
+    """A new file that keeps the first error of writing: HDF5 can crash if it fails to close one."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """Write all bytes, or none after an error."""
+        rest = memoryview(content).cast("B")
+        num_bytes = len(rest)
+        try:
+            while rest and self.error is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return num_bytes
+
+    def truncate(self, size: int | None = None) -> int:
+        """Change the size, unless there was an error."""
+        try:
+            return super().truncate(size) if self.error is None else size or 0
+        except OSError as error:
+            self.error = error
+            return size or 0
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -209,8 +235,7 @@ def write_labels(
     spacing_mm, origin_mm = written_place(geometry)
     labels = stored.T
     chunks = tuple(min(CHUNK, size) for size in labels.shape)
-    # HDF5 would lock the file, which its writer has locked already.
-    with h5py.File(path, "w", locking=False) as file:
+    with _Output(path, "w+") as output, h5py.File(output, "w") as file:
         options = {"chunks": chunks, "compression": "gzip", "dtype": labels.dtype}
         dataset = file.create_dataset(SEGMENTATION, labels.shape, **options)
         if geometry.has_spacing or set(spacing_mm) != {1.0}:
@@ -227,3 +252,7 @@ def write_labels(
         for z, y in itertools.product(*starts):
             dataset[z : z + CHUNK, y : y + CHUNK] = labels[z : z + CHUNK, y : y + CHUNK]
             forget_pages(stored)
+            if output.error is not None:
+                break
+    if output.error is not None:
+        raise output.error
