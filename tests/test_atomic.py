@@ -14,7 +14,7 @@ import pytest
 
 from tests import warm
 from unet3d.atomic import (
-    _HOST,
+    HOST,
     PREFIX,
     append,
     make_folder,
@@ -302,7 +302,7 @@ def test_the_longest_names_can_be_written(tmp_path, letter):
 
 
 def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
-    left, folder = (tmp_path / f"{PREFIX}{_HOST}{letter * 24}-name" for letter in "ab")
+    left, folder = (tmp_path / f"{PREFIX}{HOST}{letter * 24}-name" for letter in "ab")
     left.write_text("half")
     folder.mkdir()
     (folder / "file").write_text("half")
@@ -311,7 +311,7 @@ def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
         (tmp_path / name).write_text("precious")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("precious")
-    link = tmp_path / f"{PREFIX}{_HOST}{'c' * 24}-link"
+    link = tmp_path / f"{PREFIX}{HOST}{'c' * 24}-link"
     link.symlink_to("elsewhere")
     with replacing(tmp_path / "one") as one, new_folder(tmp_path / "other") as other:
         for path in (one, other / "file"):
@@ -416,7 +416,7 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     write_many(tmp_path / "folder")
-    left = tmp_path / f"{PREFIX}{_HOST}{'a' * 24}-name"
+    left = tmp_path / f"{PREFIX}{HOST}{'a' * 24}-name"
     left.touch()
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "folder"]

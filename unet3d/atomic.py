@@ -39,7 +39,8 @@ MAX_ENDING = 16
 ELSEWHERE_SECONDS = 24 * 3600.0
 """Age in seconds from which a temporary file of another machine counts as left behind."""
 
-_HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+"""Identifies this machine in names of files."""
 
 _NAME = re.compile(
     f"({re.escape(PREFIX)}|{re.escape(REPLACED)})([0-9a-f]{{8}})[0-9a-f]{{24}}(-.*)?", re.DOTALL
@@ -171,7 +172,7 @@ def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> No
         name = _NAME.fullmatch(path.name)
         if name is not None:
             with suppress(OSError), locked(path) as status:
-                is_dead = name[2] == _HOST or time.time() - status.st_mtime >= elsewhere_s
+                is_dead = name[2] == HOST or time.time() - status.st_mtime >= elsewhere_s
                 if is_dead and status.st_uid == os.getuid():
                     _clear(path)
 
@@ -193,7 +194,7 @@ def _temporary(final: Path, make: Callable[[Path], object], prefix: str = PREFIX
         with postponed_interruption():
             is_ours = False
             while not is_ours:  # until it is locked, another process may delete it as a leftover
-                path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}-{final.name[-MAX_ENDING:]}"
+                path = folder / f"{prefix}{HOST}{uuid.uuid4().hex[:24]}-{final.name[-MAX_ENDING:]}"
                 make(path)
                 try:
                     stack.enter_context(locked(path))

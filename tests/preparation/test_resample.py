@@ -25,7 +25,7 @@ CUBES = (3, 3, 3)
 
 def resample_image(image, shape):
     """Return all planes of the resampled image."""
-    resampling = Resampling(image.shape, shape, CUBES)
+    resampling = Resampling.of(image.shape, shape, CUBES)
     axis = resampling.best_axis
     along = (slice(None),) * (1 + axis)
 
@@ -133,8 +133,8 @@ def test_target_spacings_are_those_of_nnunet():
 
 
 def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image():
-    spline = Resampling((1, 500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
+    spline = Resampling.of((1, 500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
     assert spline.start < 250 < spline.stop and spline.stop - spline.start < 50
-    linear = Resampling((1, 500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)
+    linear = Resampling.of((1, 500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)
     assert linear.stop - linear.start == 2
-    assert Resampling((1, 500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)
+    assert Resampling.of((1, 500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)

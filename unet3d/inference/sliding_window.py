@@ -68,7 +68,7 @@ def logit_slabs(
     dtype = torch.promote_types(image.dtype, torch.float32)
     with naming_devices(networks[0].devices, windows.shape):
         windows_done(0, len(networks) * len(windows.starts))
-        if len(windows.starts) == 1:
+        if len(windows.starts) == 1 and not windows.is_block:
             yield _logits_of_one(networks, image, windows, dtype, windows_done)
             return
         device = networks[0].output_device

@@ -22,10 +22,12 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.files import times
+from unet3d.images.image import Box
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
+from unet3d.preparation.prepared_image import whole_box
 from unet3d.runs.checkpoint import Checkpoint
 
 MOST_WINDOWS = 2**21
@@ -69,14 +71,19 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
 
 
-def window_starts(size: int, window: int, overlap: float) -> list[int]:
-    """Return where windows start along one axis: evenly spread, the last ending at the edge.
+def window_starts(size: int, window: int, overlap: float, evenly: bool = True) -> list[int]:
+    """Return where windows start along one axis; the last one ends at the edge.
 
     Neighbours overlap by at least the share ``overlap`` of a window, minus a voxel for rounding.
+    Windows are spread evenly, or in steps that do not depend on the size of the volume. Then steps
+    of 64 voxels fit into blocks of 512, and fewer windows reach into two blocks.
     """
     num_steps = _num_windows(size, window, overlap) - 1
-    step = (size - window) / max(1, num_steps)
-    return [round(i * step) for i in range(num_steps + 1)]
+    if not evenly:
+        step = max(1, int(window * (1 - overlap) + 1e-6))
+        return [*range(0, size - window, step), size - window]
+    spread = (size - window) / max(1, num_steps)
+    return [round(i * spread) for i in range(num_steps + 1)]
 
 
 def _num_windows(size: int, window: int, overlap: float) -> int:
@@ -114,12 +121,18 @@ def longest_axis(size: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of one volume, in the order in which they are computed."""
+    """The windows of one volume, in the order in which they are computed.
+
+    For a block of a large volume, "the volume" is the part that all windows cover which reach into
+    the block.
+    """
 
     size: Shape
     """Voxels along X, Y, Z of the volume, padded to at least one window."""
     inside: tuple[slice, ...]
     """Where the volume is in the padded volume: centred."""
+    part: Box
+    """The volume as a part of the whole one."""
     axis: int
     """The volume's longest axis; windows are ordered by their starts along it."""
     shape: Shape
@@ -131,6 +144,8 @@ class Windows:
     keeps_rows: bool = False
     """Whether all windows of a forward pass begin at one plane, if enough windows do. The slab that
     they cover is then no longer than a window."""
+    is_block: bool = False
+    """Whether there may be other windows outside, so that each needs its weights."""
 
     @classmethod
     def of(
@@ -143,33 +158,51 @@ class Windows:
         devices: Sequence[torch.device],
         voxel_bytes: int | None = None,
         free_bytes: int | None = None,
+        block: Box | None = None,
     ) -> Self:
         """Return the windows that cover a prepared image; VolumeError if they are too many.
 
         Neighbours cover at least a share ``overlap`` of one another. :func:`windows_at_a_time`
-        chooses a ``batch_size`` of ``auto`` for the network's devices.
+        chooses a ``batch_size`` of ``auto`` for the network's devices. With a ``block``, only the
+        windows that reach into it are returned, whose positions do not depend on the block.
         """
         shape = computed_window(size if window == "whole" else window, topology.total_stride)
-        each = zip(size, shape, strict=True)
-        number = math.prod(_num_windows(max(n, w), w, overlap) for n, w in each)
+        padded = [max(n, w) for n, w in zip(size, shape, strict=True)]
+        before = [(most - n) // 2 for most, n in zip(padded, size, strict=True)]
+        numbers = [_num_windows(n, w, overlap) for n, w in zip(padded, shape, strict=True)]
+        number = max(numbers) if block else math.prod(numbers)
         if number > MOST_WINDOWS:
             raise VolumeError(
                 f"{times(size)} voxels need {number:.3g} windows of {times(shape)}, but at most "
                 f"{MOST_WINDOWS} are allowed; check the spacing in the header, or take larger "
                 "windows (--window) or a smaller --overlap"
             )
-        x, y, z = (max(n, w) for n, w in zip(size, shape, strict=True))
+        starts: list[list[int]] = []
+        for n, w, first, wanted in zip(
+            padded, shape, before, block or whole_box(size), strict=True
+        ):
+            begin, end = wanted.start + first, wanted.stop + first
+            line = window_starts(n, w, overlap, evenly=block is None)
+            starts.append([start for start in line if begin < start + w and start < end])
         axis = longest_axis(size)
         order = (axis, *(other for other in range(3) if other != axis))
-        starts = [window_starts(n, w, overlap) for n, w in zip((x, y, z), shape, strict=True)]
-        before = [(padded - n) // 2 for padded, n in zip((x, y, z), size, strict=True)]
+        origin = [line[0] for line in starts]
+        x, y, z = (line[-1] + w - line[0] for line, w in zip(starts, shape, strict=True))
+        part = tuple(
+            slice(max(0, start - first), min(n, start + reach - first))
+            for start, reach, n, first in zip(origin, (x, y, z), size, before, strict=True)
+        )
         return cls(
             size=(x, y, z),
-            inside=tuple(slice(first, first + n) for first, n in zip(before, size, strict=True)),
+            inside=tuple(
+                slice(one.start + first - start, one.stop + first - start)
+                for one, first, start in zip(part, before, origin, strict=True)
+            ),
+            part=(part[0], part[1], part[2]),
             axis=axis,
             shape=shape,
             starts=[
-                tuple(start[order.index(one)] for one in range(3))
+                tuple(start[order.index(one)] - origin[one] for one in range(3))
                 for start in itertools.product(*(starts[one] for one in order))
             ],
             batch_size=windows_at_a_time(shape, devices, voxel_bytes, free_bytes)
@@ -177,6 +210,7 @@ class Windows:
             else batch_size,
             # A GPU has memory for a longer slab, and is less efficient with small batches.
             keeps_rows=not any(is_gpu(device) for device in devices),
+            is_block=block is not None,
         )
 
     def summed_weights(self) -> list[Tensor]:
@@ -188,7 +222,7 @@ class Windows:
         lines = []
         for axis, (size, voxels) in enumerate(zip(self.size, self.shape, strict=True)):
             line, weight = torch.zeros(size, dtype=torch.float64), line_weight(voxels)
-            for first in {start[axis] for start in self.starts}:
+            for first in sorted({start[axis] for start in self.starts}):
                 line[first : first + voxels] += weight
             lines.append(line)
         return lines

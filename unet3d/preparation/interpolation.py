@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.images.image import Box
 
 Order = Literal[0, 1, 3]
 """Order of the splines: 0 takes the nearest voxel, 1 is linear, 3 cubic."""
@@ -120,11 +121,42 @@ class Resampling:
     shape: tuple[int, int, int, int]
     """Shape of the image, (C, X, Y, Z)."""
     new_shape: Shape
-    orders: tuple[Order, Order, Order]
+    matrices: Mapping[int, Tensor]
+    """Weights along each axis X, Y, Z (0, 1, 2) that changes, as of :func:`line_matrix`."""
     limits: Tensor | None = None
     """Lowest and highest value of each channel, for clipping, (C, 2, 1); with a slice axis, of each
     slice, (C, 2, slices): slices are clipped before interpolation across them."""
     slice_axis: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, int, int, int],
+        new_shape: Shape,
+        orders: tuple[Order, Order, Order],
+        limits: Tensor | None = None,
+        slice_axis: int | None = None,
+    ) -> "Resampling":
+        """Return the interpolation of an image (C, X, Y, Z) with splines of some orders."""
+        each = enumerate(zip(shape[1:], new_shape, orders, strict=True))
+        matrices = {axis: line_matrix(*one) for axis, one in each if one[0] != one[1]}
+        return cls(shape, new_shape, matrices, limits, slice_axis)
+
+    def within(self, box: Box) -> "tuple[Box, Resampling]":
+        """Return the interpolation of a box of the result, and the box of the image it needs."""
+        begins = [self.needed(axis, part.start, part.stop) for axis, part in enumerate(box)]
+        x, y, z = (part.stop - part.start for part in begins)
+        matrices = {
+            axis: matrix[box[axis], begins[axis]] for axis, matrix in self.matrices.items()
+        }
+        limits = self.limits
+        if limits is not None and self.slice_axis is not None:
+            limits = limits[..., begins[self.slice_axis]]
+        new_x, new_y, new_z = (part.stop - part.start for part in box)
+        part = Resampling(
+            (self.shape[0], x, y, z), (new_x, new_y, new_z), matrices, limits, self.slice_axis
+        )
+        return (begins[0], begins[1], begins[2]), part
 
     @property
     def best_axis(self) -> int:
@@ -133,9 +165,8 @@ class Resampling:
 
     def needed(self, axis: int, begin: int, end: int) -> slice:
         """Return the planes of the image that some planes of the result depend on."""
-        if self.shape[1 + axis] == self.new_shape[axis]:
-            return slice(begin, end)
-        return reached(self._matrix(axis)[begin:end])
+        matrix = self.matrices.get(axis)
+        return slice(begin, end) if matrix is None else reached(matrix[begin:end])
 
     def planes(self, read: Callable[[slice], Tensor], axis: int, begin: int, end: int) -> Tensor:
         """Return some planes of the result, (C, X', Y', Z'), in any memory order.
@@ -145,11 +176,9 @@ class Resampling:
         """
         source = self.needed(axis, begin, end)
         num_channels, *sizes = self.shape
-        if tuple(sizes) == self.new_shape:
+        if not self.matrices:
             return read(source)
-        matrices = {
-            1 + one: self._matrix(one) for one in range(3) if sizes[one] != self.new_shape[one]
-        }
+        matrices = {1 + one: matrix for one, matrix in self.matrices.items()}
         if 1 + axis in matrices:
             matrices[1 + axis] = matrices[1 + axis][begin:end, source]
         slices = None if self.limits is None else self.slice_axis
@@ -170,9 +199,6 @@ class Resampling:
             lowest, highest = (one.reshape(size) for one in limits.to(result.device).unbind(1))
             result.clamp_(lowest, highest)
         return interpolated(result, across)
-
-    def _matrix(self, axis: int) -> Tensor:
-        return line_matrix(self.shape[1 + axis], self.new_shape[axis], self.orders[axis])
 
 
 def _taken(matrices: dict[int, Tensor], dim: int) -> dict[int, Tensor]:

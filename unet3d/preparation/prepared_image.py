@@ -4,6 +4,7 @@ Training reads whole images; prediction reads planes when it needs them.
 """
 
 import logging
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -86,7 +87,7 @@ class PreparedImage:
             )
         orders = interpolation.orders(slice_axis)
         limits = ranges if clips else None
-        self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
+        self._resampling = Resampling.of(image.shape, self.shape, orders, limits, slice_axis)
         self.nearest_axis: int | None = None
         """Axis along which logits are resampled to the image's own spacing by taking the nearest
         plane; None: they are interpolated along all axes."""
@@ -97,6 +98,15 @@ class PreparedImage:
     def num_channels(self) -> int:
         """Number of channels."""
         return self._image.num_channels
+
+    def within(self, box: Box) -> "PreparedImage":
+        """Return a part of the prepared image, which has the same voxels; nothing is read."""
+        part = copy(self)
+        needed, part._resampling = self._resampling.within(box)
+        part._image = self._image.cut(needed)
+        part._inside = None if self._inside is None else self._inside[needed]
+        part.shape = part._resampling.new_shape
+        return part
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
         """Return some planes along an axis, (C, X', Y', Z'), in any memory order.
