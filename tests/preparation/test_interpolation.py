@@ -8,7 +8,7 @@ from scipy import ndimage
 
 from tests.products import pairwise
 from unet3d.preparation import interpolation
-from unet3d.preparation.interpolation import interpolated, line_matrix, restored_slabs
+from unet3d.preparation.interpolation import Resampling, interpolated, line_matrix, restored_slabs
 
 RNG = np.random.default_rng(0)
 
@@ -64,6 +64,11 @@ GRIDS = [
 ]
 
 
+def restoring(grid, shape, nearest_axis=None):
+    orders = tuple(0 if axis == nearest_axis else 1 for axis in range(3))
+    return Resampling.of((3, *grid), shape, orders)
+
+
 def logits_of(shape):
     generator = torch.Generator().manual_seed(math.prod(shape))
     return torch.randn(3, *shape, generator=generator, dtype=torch.float64)
@@ -77,7 +82,7 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
     grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)
-    found = list(restored_slabs(slabs, axis, grid, shape))
+    found = list(restored_slabs(slabs, axis, restoring(grid, shape)))
     expected = torch.nn.functional.interpolate(
         logits[None], size=shape, mode="trilinear", align_corners=False
     )[0]
@@ -101,13 +106,13 @@ def test_planes_come_as_soon_as_they_are_known(nearest_axis, expected):
             given.append(slab.shape[1])
             yield slab
 
-    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), nearest_axis)
+    restored = restored_slabs(slabs(), 0, restoring((40, 4, 4), (80, 4, 4), nearest_axis))
     assert [(sum(given), slab.shape[1]) for slab in restored] == expected
 
 
 def test_the_same_grid_needs_nothing():
     slabs = [logits_of((4, 5, 6)), logits_of((3, 5, 6))]
-    found = list(restored_slabs(slabs, 0, (7, 5, 6), (7, 5, 6)))
+    found = list(restored_slabs(slabs, 0, restoring((7, 5, 6), (7, 5, 6))))
     assert all(one is other for one, other in zip(found, slabs, strict=True))
 
 
@@ -116,7 +121,7 @@ def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
     grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)
-    found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, nearest)), 1 + axis)
+    found = torch.cat(list(restored_slabs(slabs, axis, restoring(grid, shape, nearest))), 1 + axis)
     size = [grid[one] if one == nearest else shape[one] for one in range(3)]
     slices = torch.nn.functional.interpolate(logits[None], size=size, mode="trilinear")[0].numpy()
     places = grid[nearest] / shape[nearest] * (np.arange(shape[nearest]) + 0.5) - 0.5

@@ -179,10 +179,9 @@ def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, gr
         properties,
         num_threads_torch=1,
     ).transpose()
-    kept = np.zeros(shape)[box].shape
     for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
         slabs = torch.split(logits, number, 1 + axis)
-        planes = restored_slabs(slabs, axis, prepared.shape, kept, prepared.nearest_axis)
+        planes = restored_slabs(slabs, axis, prepared.restoring())
         restored = torch.cat(list(planes), 1 + axis)
         np.testing.assert_allclose(restored.numpy(), expected, rtol=0, atol=1e-5)
         labels = np.zeros(shape, np.uint8)

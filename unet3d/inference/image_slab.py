@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
+from unet3d.images.image import Box
 from unet3d.inference.windows import Windows
 from unet3d.inputs.ahead import ahead
 from unet3d.preparation.prepared_image import CPU
@@ -37,6 +38,8 @@ class Planes:
     num_channels: int
     make: Make | None
     """Returns planes; None: another rank has the image."""
+    within: "Callable[[Box], Planes] | None" = None
+    """Returns a part of the image; None: only the whole is read."""
     share: Share | None = None
     """Sends planes from the first rank to the others; None: no other rank needs them."""
 

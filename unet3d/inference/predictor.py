@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from unet3d.config import ParallelSettings, Shape
@@ -29,8 +30,8 @@ from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import AgreedError, VolumeLogits
 from unet3d.inference.windows import Window, longest_axis, window_of
 from unet3d.parallel import Executor
-from unet3d.preparation.interpolation import restored_slabs
-from unet3d.preparation.prepared_image import PreparedImage, kept_box
+from unet3d.preparation.interpolation import Resampling, restored_slabs
+from unet3d.preparation.prepared_image import PreparedImage, kept_box, whole_box
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -59,15 +60,16 @@ class _Job:
     box: Box
     """The part that is segmented."""
     found: PreparedImage
+    restoring: Resampling
+    """How its logits become those of the part."""
     labels: LabelVolume
     results: Sequence[LabelVolume | ProbabilityVolume]
 
     def write(self, slabs: Iterator[torch.Tensor], axis: int) -> None:
         """Turn logits into results, slab by slab along an axis."""
-        found, x, y, z = self.found, *(part.stop - part.start for part in self.box)
         for result in self.results:
             result.begin()
-        for logits in restored_slabs(slabs, axis, found.shape, (x, y, z), found.nearest_axis):
+        for logits in restored_slabs(slabs, axis, self.restoring):
             for result in self.results:
                 result.add(logits, axis)
         for result in self.results:
@@ -170,18 +172,7 @@ class Predictor:
         x, y, z, num_channels = self._group.from_first(begun, shares_errors=True)
         make = None if job is None else self._kept(job.found.planes)
         planes = Planes(shape=(x, y, z), num_channels=num_channels, make=make, share=self._share)
-        path = "the image" if image is None else image.geometry.path
-        try:
-            with explaining_memory("its segmentation"):
-                self._fill(job, planes, windows_done)
-        except NonFiniteLogitsError as error:  # all ranks raise it
-            largest = 0.0 if job is None else job.found.largest
-            cause = cause_of_non_finite(largest, self._placed.precision)
-            raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
-        except VolumeError as error:
-            # If this rank alone raises it, the others wait for this rank.
-            can_go_on = isinstance(error, AgreedError) or not self._placed.is_shared
-            raise (VolumeError if can_go_on else DoesNotFitError)(naming(path, error)) from error
+        self._fill(job, planes, windows_done)
         if job is None or image is None:
             return None
         labels, box, is_seen = job.labels.array, job.box, job.image is image
@@ -189,6 +180,53 @@ class Predictor:
         if self._rules:
             keep_largest(labels[box], self._rules)
         return labels if is_seen else image.geometry.in_ras(labels)
+
+    def prepared(self, image: Image) -> PreparedImage:
+        """Return a large image, of which only statistics are read, for :meth:`segment_block`."""
+        self._refuse_channels(image)
+        if any(one.kind == "z-score-inside" for one in self.preprocessing.channels):
+            raise VolumeError(
+                f"{image.geometry.path} cannot be segmented in blocks: the network normalises "
+                "intensities by a mask of the whole image; write to another format, such as .nii.gz"
+            )
+        seen = self._seen(image)
+        return self._measured(seen, whole_box(seen.geometry.shape))
+
+    def segment_block(
+        self,
+        found: PreparedImage,
+        block: Box,
+        windows_done: WindowsDone = lambda done, total: None,
+    ) -> npt.NDArray[Any]:
+        """Return the label values (X, Y, Z) of a block of a large image, without post-processing.
+
+        They are the same however the image is divided into blocks. Raises the errors of
+        :meth:`segment`.
+        """
+        image = found.image.cut(block)
+        needed, restoring = found.restoring().within(block)
+        labels = LabelVolume(
+            image.geometry, whole_box(image.geometry.shape), self.preprocessing, Scratch()
+        )
+        job = _Job(
+            image=image,
+            box=block,
+            found=found,
+            restoring=restoring,
+            labels=labels,
+            results=[labels],
+        )
+
+        def planes_of(part: PreparedImage) -> Planes:
+            return Planes(
+                shape=part.shape,
+                num_channels=part.num_channels,
+                make=self._kept(part.planes),
+                within=lambda box: planes_of(part.within(box)),
+            )
+
+        self._fill(job, planes_of(found), windows_done, needed)
+        return labels.array
 
     def _kept(self, make: Make) -> Make:
         """Keep the last planes if several networks, each with a thread of its own, request them."""
@@ -205,6 +243,29 @@ class Predictor:
     def _begun(self, image: Image, scratch: Scratch, probabilities: Path | None) -> _Job:
         """Measure an image, and allocate its results."""
         preprocessing = self.preprocessing
+        self._refuse_channels(image)
+        seen = self._seen(image)
+        box = kept_box(seen, preprocessing)
+        found = self._measured(seen, box)
+        labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
+        results: list[LabelVolume | ProbabilityVolume] = [labels]
+        if probabilities is not None:
+            results.append(ProbabilityVolume(probabilities, seen.geometry, box, preprocessing))
+        return _Job(
+            image=seen,
+            box=box,
+            found=found,
+            restoring=found.restoring(),
+            labels=labels,
+            results=results,
+        )
+
+    def _seen(self, image: Image) -> Image:
+        """Return an image with the axes that the networks expect."""
+        return image.as_stored() if self.preprocessing.orientation == "stored" else image
+
+    def _refuse_channels(self, image: Image) -> None:
+        preprocessing = self.preprocessing
         path, wanted = image.geometry.path, len(preprocessing.channels)
         if image.num_channels != wanted:
             raise VolumeError(
@@ -212,29 +273,46 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
-        seen = image.as_stored() if preprocessing.orientation == "stored" else image
-        box = kept_box(seen, preprocessing)
+
+    def _measured(self, image: Image, box: Box) -> PreparedImage:
+        """Measure a part of an image, and warn if the networks probably expect another image."""
         try:
-            found = PreparedImage(seen.cut(box), preprocessing)
+            found = PreparedImage(image.cut(box), self.preprocessing)
         except VolumeError as error:
-            raise VolumeError(naming(path, error)) from error
+            raise VolumeError(naming(image.geometry.path, error)) from error
         if self._warns:
-            for doubt in doubts(seen, found.shape, window_of(self._networks.described[0])):
+            for doubt in doubts(image, found.shape, window_of(self._networks.described[0])):
                 logger.warning("%s", doubt)
-        labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
-        results: list[LabelVolume | ProbabilityVolume] = [labels]
-        if probabilities is not None:
-            results.append(ProbabilityVolume(probabilities, seen.geometry, box, preprocessing))
-        return _Job(image=seen, box=box, found=found, labels=labels, results=results)
+        return found
 
-    def _fill(self, job: _Job | None, planes: Planes, windows_done: WindowsDone) -> None:
-        """Compute the logits of a prepared image, and write its results on the original grid.
+    def _fill(
+        self,
+        job: _Job | None,
+        planes: Planes,
+        windows_done: WindowsDone,
+        block: Box | None = None,
+    ) -> None:
+        """Compute the logits of a prepared image, and write its results on the original grid."""
+        path = "the image" if job is None else job.image.geometry.path
+        try:
+            with explaining_memory("its segmentation"):
+                self._computed(job, planes, windows_done, block)
+        except NonFiniteLogitsError as error:  # all ranks raise it
+            largest = 0.0 if job is None else job.found.largest
+            cause = cause_of_non_finite(largest, self._placed.precision)
+            raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
+        except VolumeError as error:
+            # If this rank alone raises it, the others wait for this rank.
+            can_go_on = isinstance(error, AgreedError) or not self._placed.is_shared
+            raise (VolumeError if can_go_on else DoesNotFitError)(naming(path, error)) from error
 
-        If several windows do not fit, prediction starts over with one per forward pass.
-        """
+    def _computed(
+        self, job: _Job | None, planes: Planes, windows_done: WindowsDone, block: Box | None
+    ) -> None:
+        """Compute windows; if several do not fit, start over with one per forward pass."""
         while True:
             try:
-                slabs = self._logits.slabs(planes, windows_done)
+                slabs = self._logits.slabs(planes, windows_done, block)
                 if job is not None:
                     job.write(slabs, longest_axis(planes.shape))
                 for _ in slabs:  # other ranks compute without writing

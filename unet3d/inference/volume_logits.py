@@ -13,6 +13,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.images.image import Box
 from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import Placed, TrainedNetwork
@@ -95,15 +96,18 @@ class VolumeLogits:
         logger.info("%d windows per forward pass do not fit; trying one", self._most_at_a_time)
         return True
 
-    def slabs(self, image: Planes, windows_done: WindowsDone) -> Iterator[Tensor]:
+    def slabs(
+        self, image: Planes, windows_done: WindowsDone, block: Box | None = None
+    ) -> Iterator[Tensor]:
         """Yield logits (K, X, Y, Z), slab after slab along the longest axis of a prepared image.
 
         Logits of several networks are averaged, and ``windows_done`` counts all their windows.
-        Planes of the image are requested in order. For errors, see :func:`logit_slabs`.
+        Planes of the image are requested in order. With a block, only the windows that reach into
+        it are computed, and only its logits are returned. For errors, see :func:`logit_slabs`.
         """
         indices = range(len(self._networks))
         rounds = [list(indices)] if self._networks.add_up else [[index] for index in indices]
-        windows = [self._windows(first, image.shape) for first, *_ in rounds]
+        windows = [self._windows(first, image.shape, block) for first, *_ in rounds]
         self._most_at_a_time = max(one.batch_size for one in windows) // self._num_replicas
         done = [0] * len(rounds)
         total = sum(len(one.starts) * len(some) for one, some in zip(windows, rounds, strict=True))
@@ -114,7 +118,11 @@ class VolumeLogits:
                 if windows_of_round or number == 0:  # only the first round reports the start
                     windows_done(sum(done), total)
 
-            return self._slabs_of(rounds[number], windows[number], image, counted)
+            some, cut = windows[number], image
+            if block is not None and image.within is not None:
+                cut = image.within(some.part)
+            slabs = self._slabs_of(rounds[number], some, cut, counted)
+            return slabs if block is None else cropped(slabs, some, block)
 
         first = self._networks.described[0]
         return mean_slabs(
@@ -142,7 +150,7 @@ class VolumeLogits:
             empty_logits(network.preprocessing) if self._skips_empty else None,
         )
 
-    def _windows(self, index: int, shape: Shape) -> Windows:
+    def _windows(self, index: int, shape: Shape, block: Box | None = None) -> Windows:
         """Return the windows of a network, on which all ranks agree, or raise AgreedError."""
         network, devices = self._networks.described[index], self._predicting[index].devices
         settings, ranks = network.config.inference, self._group.ranks
@@ -157,7 +165,8 @@ class VolumeLogits:
         try:
             size, overlap = window_of(network), settings.overlap
             windows = Windows.of(
-                shape, network.topology, size, overlap, at_a_time, devices, voxel_bytes
+                *(shape, network.topology, size, overlap, at_a_time, devices, voxel_bytes),
+                block=block,
             )
             windows = replace(windows, batch_size=windows.batch_size * self._num_replicas)
             refuse_beyond_host(network, windows, ranks.local_world_size if on_cpu else 0)
@@ -179,6 +188,23 @@ def empty_logits(preprocessing: Preprocessing) -> list[float]:
     if not preprocessing.regions:
         logits[0] = CERTAIN_LOGIT
     return logits
+
+
+def cropped(slabs: Iterator[Tensor], windows: Windows, block: Box) -> Iterator[Tensor]:
+    """Yield the logits of a block from those of the part of the volume that its windows cover."""
+    axis, done = windows.axis, windows.part[windows.axis].start
+    others = [
+        slice(None) if one == axis else slice(inner.start - part.start, inner.stop - part.start)
+        for one, (inner, part) in enumerate(zip(block, windows.part, strict=True))
+    ]
+    for slab in slabs:
+        begin, done = done, done + slab.shape[1 + axis]
+        first, end = (
+            min(max(end - begin, 0), done - begin) for end in (block[axis].start, block[axis].stop)
+        )
+        if first < end:
+            others[axis] = slice(first, end)
+            yield slab[(slice(None), *others)]
 
 
 def mean_slabs(

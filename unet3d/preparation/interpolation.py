@@ -146,9 +146,7 @@ class Resampling:
         """Return the interpolation of a box of the result, and the box of the image it needs."""
         begins = [self.needed(axis, part.start, part.stop) for axis, part in enumerate(box)]
         x, y, z = (part.stop - part.start for part in begins)
-        matrices = {
-            axis: matrix[box[axis], begins[axis]] for axis, matrix in self.matrices.items()
-        }
+        matrices = {axis: matrix[box[axis], begins[axis]] for axis, matrix in self.matrices.items()}
         limits = self.limits
         if limits is not None and self.slice_axis is not None:
             limits = limits[..., begins[self.slice_axis]]
@@ -255,29 +253,19 @@ def resample_classes(
     return result
 
 
-def restored_slabs(
-    slabs: Iterable[Tensor],
-    axis: int,
-    grid: Shape,
-    shape: Shape,
-    nearest_axis: int | None = None,
-) -> Iterator[Tensor]:
+def restored_slabs(slabs: Iterable[Tensor], axis: int, resampling: Resampling) -> Iterator[Tensor]:
     """Yield logits on the grid of the original image, each plane as soon as it is complete.
 
-    The slabs (K, X, Y, Z), on any device, follow each other along ``axis`` and together cover
-    ``grid``; the results together cover ``shape``. If both are equal, the slabs are the results.
-    Along ``nearest_axis``, the nearest plane replaces interpolation.
+    The slabs (K, X, Y, Z), on any device, follow each other along ``axis`` and together cover the
+    grid that is resampled. If nothing changes, they are the results.
     """
-    if grid == shape:
+    if not resampling.matrices:
         yield from slabs
         return
     dim = 1 + axis
-    matrices = {
-        1 + one: line_matrix(grid[one], shape[one], 0 if one == nearest_axis else 1)
-        for one in range(3)
-        if one == axis or grid[one] != shape[one]
-    }
-    along = matrices.pop(dim)
+    grid, shape = resampling.shape[1:], resampling.new_shape
+    matrices = {1 + one: matrix for one, matrix in resampling.matrices.items()}
+    along = matrices.pop(dim, torch.eye(grid[axis]))
     ends = grid[axis] - (along != 0).flip(1).int().argmax(1)  # end of each plane's source planes
     kept: Tensor | None = None
     first = done = 0  # index of the first kept plane; number of planes of the result so far

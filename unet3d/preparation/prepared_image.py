@@ -18,7 +18,7 @@ from unet3d.errors import VolumeError, counted
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
-from unet3d.preparation.interpolation import Resampling, resample_classes
+from unet3d.preparation.interpolation import Order, Resampling, resample_classes
 from unet3d.preparation.normalization import (
     Intensities,
     Mask,
@@ -88,16 +88,19 @@ class PreparedImage:
         orders = interpolation.orders(slice_axis)
         limits = ranges if clips else None
         self._resampling = Resampling.of(image.shape, self.shape, orders, limits, slice_axis)
-        self.nearest_axis: int | None = None
-        """Axis along which logits are resampled to the image's own spacing by taking the nearest
-        plane; None: they are interpolated along all axes."""
+        self._nearest_axis: int | None = None
         if not interpolation.logits_across_slices:
-            self.nearest_axis = interpolation.slice_axis(target_mm, spacing_mm)
+            self._nearest_axis = interpolation.slice_axis(target_mm, spacing_mm)
 
     @property
     def num_channels(self) -> int:
         """Number of channels."""
         return self._image.num_channels
+
+    @property
+    def image(self) -> Image:
+        """The image that is prepared."""
+        return self._image
 
     def within(self, box: Box) -> "PreparedImage":
         """Return a part of the prepared image, which has the same voxels; nothing is read."""
@@ -107,6 +110,15 @@ class PreparedImage:
         part._inside = None if self._inside is None else self._inside[needed]
         part.shape = part._resampling.new_shape
         return part
+
+    def restoring(self) -> Resampling:
+        """Return how logits are resampled to the image's own spacing.
+
+        They are interpolated linearly, or across thick slices the nearest plane is taken.
+        """
+        orders: list[Order] = [0 if axis == self._nearest_axis else 1 for axis in range(3)]
+        shape = self._image.geometry.shape
+        return Resampling.of((1, *self.shape), shape, (orders[0], orders[1], orders[2]))
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
         """Return some planes along an axis, (C, X', Y', Z'), in any memory order.

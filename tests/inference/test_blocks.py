@@ -1,0 +1,40 @@
+"""Blocks of a large volume: their labels are those of the whole, wherever its blocks end."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.images.samples import write_volume
+from tests.networks import place, random_checkpoint
+from unet3d.config import InferenceSettings
+from unet3d.images.image import open_image
+
+SHAPE = (70, 45, 52)
+
+
+def boxes_of(shape, side):
+    starts = itertools.product(*(range(0, n, s) for n, s in zip(shape, side, strict=True)))
+    return [
+        tuple(slice(a, min(a + s, n)) for a, s, n in zip(start, side, shape, strict=True))
+        for start in starts
+    ]
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory):
+    array = np.random.default_rng(3).standard_normal(SHAPE).astype(np.float32)
+    array = np.cumsum(array, axis=1) / 10
+    return open_image([write_volume(tmp_path_factory.mktemp("scan") / "scan.nii", array)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 1}, {"overlap": 0.3}])
+@pytest.mark.parametrize("side", [(16, 16, 16), (70, 20, 33), (1, 45, 52)])
+def test_labels_do_not_depend_on_the_blocks(scan, settings, side):
+    inference = InferenceSettings(window=(16, 16, 16), **settings)
+    predictor = place(random_checkpoint(), inference=inference)
+    found = predictor.prepared(scan)
+    whole = predictor.segment_block(found, tuple(slice(0, n) for n in SHAPE))
+    assert min(np.bincount(whole.ravel(), minlength=3)) > 1000
+    for box in boxes_of(SHAPE, side):
+        np.testing.assert_array_equal(predictor.segment_block(found, box), whole[box])
