@@ -11,8 +11,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -26,6 +25,35 @@ TOUCHES = 10
 """How often a claim is touched in this time."""
 
 
+class Claim:
+    """A task that this process works on."""
+
+    def __init__(self, path: Path, descriptor: int, done: Path, lease_s: float) -> None:
+        """Touch the file of the claim from now on."""
+        self.name = done.name
+        self._path, self._descriptor, self._done = path, descriptor, done
+        self._ended = Event()
+        Thread(target=self._touch, args=(lease_s / TOUCHES,), daemon=True).start()
+
+    def finish(self) -> None:
+        """Note that the task is done."""
+        with suppress(FileNotFoundError):  # another process did the last task, and deleted all
+            self._done.touch()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """End the claim; a task that is not done can be claimed again."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+
+    def _touch(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            with suppress(OSError):
+                os.utime(self._path)
+
+
 class Tasks:
     """The claims of tasks in a folder, and the tasks that are done."""
 
@@ -35,7 +63,7 @@ class Tasks:
         for one in (self._claims, self._done):
             one.mkdir(parents=True, exist_ok=True)
         self._lease_s = lease_s
-        with tempfile.TemporaryFile(dir=self._claims) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             # Ages are measured with the clock of the file system, which all processes share.
             self._ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
 
@@ -43,41 +71,17 @@ class Tasks:
         """Return the names of the tasks that are done."""
         return set(os.listdir(self._done))
 
-    def claimed(self) -> dict[str, bool]:
-        """Return for each claimed task whether its process still works, as far as is known."""
-        works: dict[str, bool] = {}
-        for path in sorted(self._claims.iterdir()):
-            works[path.stem] = works.get(path.stem, False) or not self._is_given_up(path)
-        return works
+    def at_work(self) -> dict[str, bool]:
+        """Return for each claimed task whether its process is alive, as far as is known."""
+        alive: dict[str, bool] = {}
+        for path in self._claims.iterdir():
+            alive[path.stem] = alive.get(path.stem, False) or not self._is_given_up(path)
+        return alive
 
-    @contextmanager
-    def claim(self, name: str) -> Iterator[bool]:
-        """Yield whether this process may do a task, which is then done at the end of the context.
-
-        An error in the context gives the task back.
-        """
-        opened = self._opened(name)
-        if opened is None:
-            yield False
-            return
-        path, descriptor = opened
-        ended = Event()
-        Thread(target=self._touch, args=(path, ended), daemon=True).start()
-        try:
-            # Another process may have done the task just before.
-            may_do = not os.path.exists(self._done / name)
-            yield may_do
-            with suppress(FileNotFoundError):  # all tasks are done, and their folder is deleted
-                (self._done / name).touch()
-        finally:
-            ended.set()
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
-
-    def _opened(self, name: str) -> tuple[Path, int] | None:
-        """Make and lock the file of a claim; None if another process works on the task."""
+    def claim(self, name: str) -> Claim | None:
+        """Begin a task; None if it is done, or another process works on it."""
         for attempt in count():  # earlier ones are given up
-            path = self._claims / f"{name}.{attempt}"
+            path, done = self._claims / f"{name}.{attempt}", self._done / name
             try:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
@@ -86,14 +90,13 @@ class Tasks:
                 continue
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(descriptor, HOST.encode())
-            return path, descriptor
+                os.write(descriptor, HOST.encode())  # from now on, the lock says who is alive
+            claim = Claim(path, descriptor, done, self._lease_s)
+            if not os.path.exists(done):
+                return claim
+            claim.give_back()  # another process did the task just before
+            return None
         return None
-
-    def _touch(self, path: Path, ended: Event) -> None:
-        while not ended.wait(self._lease_s / TOUCHES):
-            with suppress(OSError):
-                os.utime(path)
 
     def _is_given_up(self, path: Path) -> bool:
         """Return whether the process of a claim is dead, or has not touched it for too long."""
@@ -101,7 +104,7 @@ class Tasks:
             age_s = time.time() + self._ahead_s - path.stat().st_mtime
             if age_s > self._lease_s:
                 return True
-            if path.read_text() == HOST:  # else a lock would not be seen here
+            if path.read_text() == HOST:  # locks of other machines may not be seen
                 with locked(path):
                     return True
         except OSError:  # the lock is held, or the claim has ended

@@ -1,0 +1,160 @@
+"""Large images, segmented block by block by any number of processes that write to one store.
+
+A block is a file of the store, so no two processes write to one file. Its labels do not depend on
+who computes it, or on the other blocks. A folder beside the store holds the claims of processes
+(:mod:`unet3d.inference.tasks`), and is deleted when the store is complete. The store is valid from
+the beginning; voxels that nobody has segmented yet are background.
+"""
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+from unet3d.errors import VolumeError, counted
+from unet3d.images.image import Box
+from unet3d.images.label_store import LabelStore
+from unet3d.inference.sliding_window import WindowsDone
+from unet3d.inference.tasks import Claim, Tasks
+from unet3d.inputs.ahead import ahead
+
+logger = logging.getLogger(__name__)
+
+WORK = ".work"
+"""Ending of the folder of claims, after the name of the store."""
+
+POLL_SECONDS = 2.0
+"""How often to look whether other processes have finished, or gave tasks back."""
+
+Compute = Callable[[Box], npt.NDArray[Any]]
+"""Returns the labels of a box of the store."""
+
+
+class Part(NamedTuple):
+    """A fixed share of the blocks: part ``number`` of ``total``, counted from 1."""
+
+    number: int = 1
+    total: int = 1
+
+    def of(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the share of some tasks."""
+        return names[self.number - 1 :: self.total]
+
+
+WHOLE = Part()
+
+
+def work_folder(store: Path) -> Path:
+    """Return the folder of the claims of a store."""
+    return store.with_name(store.name + WORK)
+
+
+def fill(
+    path: Path,
+    compute: Compute,
+    part: Part = WHOLE,
+    blocks_done: WindowsDone = lambda done, total: None,
+) -> bool:
+    """Segment the blocks of a store until none is left, then make its coarser levels.
+
+    Other processes may do the same. Returns whether the store is complete: it is not if this
+    process does only a part, and others are not finished. ``blocks_done`` gets the number of blocks
+    that are done, and of all.
+
+    Raises VolumeError if blocks could not be segmented, after all others are.
+    """
+    store = LabelStore(path)
+    tasks = Tasks(work_folder(path))
+    try:
+        for level in range(store.num_levels):
+            # A process that starts late may have made the folder of claims again.
+            if LabelStore(path).is_complete:
+                break
+            made = compute if level == 0 else store.halved(level)
+            if not _Level(tasks, store, level, made).do(part if level == 0 else WHOLE, blocks_done):
+                return False
+    except FileNotFoundError:  # another process has finished, and deleted the folder of claims
+        if not LabelStore(path).is_complete:
+            raise
+    store.complete()
+    shutil.rmtree(work_folder(path), ignore_errors=True)
+    return True
+
+
+class _Level:
+    """The blocks of a level, of which this process computes some."""
+
+    def __init__(self, tasks: Tasks, store: LabelStore, level: int, compute: Compute) -> None:
+        self._tasks, self._store, self._level, self._compute = tasks, store, level, compute
+        self._boxes = {
+            f"{level}-{number}": box for number, box in enumerate(store.blocks(level))
+        }
+        self._failures: dict[str, VolumeError] = {}
+        self._written: Future[None] | None = None
+        """Waits for the last block, which is written while the next one is computed."""
+
+    def do(self, part: Part, blocks_done: WindowsDone) -> bool:
+        """Do a part of the tasks, and return whether all are done."""
+        names = part.of(list(self._boxes))
+        # Processes that start at one time begin at different blocks.
+        first = random.randrange(max(1, len(names)))
+        names = [*names[first:], *names[:first]]
+        while True:
+            done = self._tasks.done()
+            if self._level == 0:
+                blocks_done(len(done & self._boxes.keys()), len(self._boxes))
+            left = [name for name in names if name not in done | self._failures.keys()]
+            claim = next(filter(None, map(self._tasks.claim, left)), None)
+            if claim is not None:
+                self._begin(claim)
+            elif self._written is not None:
+                self._finish()
+            elif left:
+                time.sleep(POLL_SECONDS)  # other processes work on these
+            else:
+                break
+        if self._failures:
+            name, error = next(iter(self._failures.items()))
+            raise VolumeError(
+                f"{counted(len(self._failures), 'block')} of {len(self._boxes)} could not be "
+                f"segmented, such as {_in_words(self._boxes[name])}: {error}"
+            )
+        return self._boxes.keys() <= done
+
+    def _begin(self, claim: Claim) -> None:
+        """Compute a block, and begin to write it."""
+        box = self._boxes[claim.name]
+        with ExitStack() as stack:
+            stack.callback(claim.give_back)
+            try:
+                labels = self._compute(box)
+            except VolumeError as error:  # one damaged block must not stop the others
+                self._failures[claim.name] = error
+                return
+            self._finish()
+            stack.pop_all()
+        self._written = ahead(lambda: self._write(claim, box, labels))
+
+    def _write(self, claim: Claim, box: Box, labels: npt.NDArray[Any]) -> None:
+        try:
+            self._store.write(self._level, box, labels)
+            claim.finish()
+        finally:
+            claim.give_back()
+
+    def _finish(self) -> None:
+        """Wait until the last block is written."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+
+def _in_words(box: Box) -> str:
+    return ", ".join(f"{axis} {part.start} to {part.stop}" for axis, part in zip("xyz", box))
