@@ -1,13 +1,12 @@
 """A label map as OME-Zarr 0.5, made of blocks that several processes write; needs the package zarr.
 
 A store is a pyramid in which each level has every second voxel. A block is a file of it, called a
-shard, which has several chunks. Boxes are along X, Y, Z; arrays of the store are (Z, Y, X).
+shard, which has several chunks. Boxes are along X, Y, Z; the store's arrays are (Z, Y, X).
 """
 
 import itertools
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,5 +15,166 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import LocalStore
 
-from unet3d.atomic import write_atomically
+from unet3d.images.files import is_store
+from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
+from unet3d.images.label_names import HUES
+from unet3d.images.microscopy import NAMES, rounded
+from unet3d.images.units import Units, unit_mm
+
+CHUNK = 128
+"""Voxels of a chunk along each axis, as far as the volume has them."""
+
+BLOCK = 512
+"""Voxels of a block along each axis, as far as the volume has them."""
+
+COARSEST = 256
+"""Most voxels along an axis of the coarsest level of a pyramid."""
+
+COMPLETE = "is_complete"
+
+
+class LabelStore:
+    """A store of labels that exists, opened for writing its blocks."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the metadata."""
+        self._group = zarr.open_group(LocalStore(path), mode="r+")
+        listed: Any = self._group.attrs["ome"]
+        levels = listed["multiscales"][0]["datasets"]
+        self._arrays: list[Any] = [self._group[level["path"]] for level in levels]
+        self._path = path
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        geometry: Geometry,
+        dtype: npt.DTypeLike,
+        names: Mapping[int, str],
+        block: int = BLOCK,
+        job: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make a store of background in an empty folder, on the grid of a scan.
+
+        ``job`` describes the computation, for processes that want to take part in it.
+        """
+        ome, shapes = _described(path, geometry, names)
+        ours = {COMPLETE: False, "job": dict(job or {})}
+        group = zarr.create_group(LocalStore(path), attributes={"ome": ome, "unet3d": ours})
+        for level, shape in enumerate(shapes):
+            chunks = [min(CHUNK, size) for size in shape]
+            group.create_array(
+                str(level),
+                shape=shape,
+                chunks=chunks,
+                shards=[
+                    chunk * min(block // CHUNK, -(-size // chunk))
+                    for chunk, size in zip(chunks, shape, strict=True)
+                ],
+                dtype=np.dtype(dtype),
+                dimension_names=("z", "y", "x"),
+                # All chunks are written, so that a file that is missing from a complete store is an
+                # error.
+                config={"write_empty_chunks": True},
+            )
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """The computation whose result the store is."""
+        return dict(self._ours["job"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks of all levels were written."""
+        return bool(self._ours[COMPLETE])
+
+    @property
+    def _ours(self) -> Any:
+        return self._group.attrs["unet3d"]
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels of the pyramid."""
+        return len(self._arrays)
+
+    def blocks(self, level: int) -> list[Box]:
+        """Return the boxes of all blocks of a level, neighbours along X one after another."""
+        array = self._arrays[level]
+        lines = [
+            [slice(start, min(start + step, size)) for start in range(0, size, step)]
+            for size, step in zip(array.shape, array.shards, strict=True)
+        ]
+        return [(x, y, z) for z, y, x in itertools.product(*lines)]
+
+    def write(self, level: int, box: Box, labels: npt.NDArray[Any]) -> None:
+        """Write the labels (X, Y, Z) of a block."""
+        self._arrays[level][box[::-1]] = labels.T
+
+    def halved(self, level: int) -> Callable[[Box], npt.NDArray[Any]]:
+        """Return a function that makes labels of a box of a level from the next finer level."""
+        finer, coarser = self._arrays[level - 1], self._arrays[level]
+        sizes = zip(finer.shape, coarser.shape, strict=True)
+        steps = [1 if size == half else 2 for size, half in sizes]
+
+        def made(box: Box) -> npt.NDArray[Any]:
+            place = [
+                slice(one.start * step, one.stop * step, step)
+                for one, step in zip(box[::-1], steps, strict=True)
+            ]
+            return np.asarray(finer[tuple(place)]).T
+
+        return made
+
+    def complete(self) -> None:
+        """Note that all blocks are written."""
+        self._group.update_attributes({"unet3d": {**self._ours, COMPLETE: True}})
+
+
+def _described(
+    path: Path, geometry: Geometry, names: Mapping[int, str]
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """Return the metadata of a pyramid, and the shape (Z, Y, X) of each level.
+
+    The unit is that of the scan's file. An axis is not halved while its spacing is twice as coarse
+    as another's.
+    """
+    unit = geometry.unit or NAMES[Units.of(geometry.spacing_mm).length]
+    is_known = geometry.has_spacing or set(geometry.spacing_mm) != {1.0}
+    axis = {"type": "space"} | ({"unit": unit} if is_known else {})
+    one_mm = unit_mm(unit) or 1.0
+    spacing, shape = np.array(geometry.spacing_mm)[::-1], np.array(geometry.shape)[::-1]
+    levels: list[dict[str, Any]] = []
+    shapes: list[tuple[int, ...]] = []
+    while True:
+        transforms = [
+            {"type": "scale", "scale": rounded(spacing / one_mm)},
+            {"type": "translation", "translation": rounded(geometry.affine[2::-1, 3] / one_mm)},
+        ]
+        levels.append({"path": str(len(levels)), "coordinateTransformations": transforms})
+        shapes.append(tuple(shape.tolist()))
+        if shape.max() <= COARSEST:
+            break
+        halved = (shape > 1) & (spacing < 2 * spacing[shape > 1].min())
+        shape = np.where(halved, -(-shape // 2), shape)
+        spacing = np.where(halved, 2 * spacing, spacing)
+    described: dict[str, Any] = {
+        "colors": [
+            {"label-value": value, "rgba": _rgba(HUES[number % len(HUES)])}
+            for number, value in enumerate(names)
+        ],
+        "properties": [{"label-value": value, "name": name} for value, name in names.items()],
+    }
+    if is_store(geometry.path):
+        described["source"] = {"image": os.path.relpath(geometry.path, path)}
+    multiscale = {
+        "name": "labels",
+        "axes": [{"name": name, **axis} for name in "zyx"],
+        "datasets": levels,
+        "type": "decimation",
+    }
+    return {"version": "0.5", "multiscales": [multiscale], "image-label": described}, shapes
+
+
+def _rgba(hue: str) -> list[int]:
+    return [*(int(255 * float(part)) for part in hue.split()), 255]

@@ -93,9 +93,7 @@ class _Level:
 
     def __init__(self, tasks: Tasks, store: LabelStore, level: int, compute: Compute) -> None:
         self._tasks, self._store, self._level, self._compute = tasks, store, level, compute
-        self._boxes = {
-            f"{level}-{number}": box for number, box in enumerate(store.blocks(level))
-        }
+        self._boxes = {f"{level}-{number}": box for number, box in enumerate(store.blocks(level))}
         self._failures: dict[str, VolumeError] = {}
         self._written: Future[None] | None = None
         """Waits for the last block, which is written while the next one is computed."""
@@ -157,4 +155,5 @@ class _Level:
 
 
 def _in_words(box: Box) -> str:
-    return ", ".join(f"{axis} {part.start} to {part.stop}" for axis, part in zip("xyz", box))
+    lines = zip("xyz", box, strict=True)
+    return ", ".join(f"{axis} {part.start} to {part.stop}" for axis, part in lines)
