@@ -1,12 +1,13 @@
-"""A label map as OME-Zarr 0.5, made of blocks that several processes write; needs the package zarr.
+"""Label maps as OME-Zarr 0.5, written in blocks, by one process or by several; needs zarr.
 
-A store is a pyramid in which each level has every second voxel. A block is a file of it, called a
-shard, which has several chunks. Boxes are along X, Y, Z; the store's arrays are (Z, Y, X).
+A store is a pyramid in which each level has every second voxel. A block is a file of the store,
+called a shard, which has several chunks. Boxes are along X, Y, Z, arrays of the store (Z, Y, X).
 """
 
 import itertools
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import numpy.typing as npt
 import zarr
 from zarr.storage import LocalStore
 
-from unet3d.images.files import is_store
+from unet3d.images.files import is_store, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
 from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import NAMES, rounded
+from unet3d.images.ome_zarr import COMPLETE
+from unet3d.images.scratch import parts
 from unet3d.images.units import Units, unit_mm
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 128
 """Voxels of a chunk along each axis, as far as the volume has them."""
@@ -31,7 +36,29 @@ BLOCK = 512
 COARSEST = 256
 """Most voxels along an axis of the coarsest level of a pyramid."""
 
-COMPLETE = "is_complete"
+PART_BYTES = 2**18
+"""Most bytes of mapped labels to copy before their pages are released."""
+
+
+def write_labels(
+    path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
+) -> None:
+    """Write labels (I, J, K), which may be mapped, into an empty folder, block by block."""
+    turned = geometry.affine[:3, :3] - np.diag(geometry.affine.diagonal()[:3])
+    if np.abs(turned).max() > 1e-3 * min(geometry.spacing_mm):
+        logger.warning("%s is written without the rotation of its scan: OME-Zarr has none", path)
+    labels = geometry.in_ras(stored)
+    LabelStore.create(path, geometry, labels.dtype, names)
+    store = LabelStore(path)
+    for box in store.blocks(0):
+        block = np.empty_like(labels[box])  # in the same memory order, in which copying is fast
+        for part in parts(labels[box], PART_BYTES):
+            block[part] = labels[box][part]
+        store.write(0, box, block)
+    for level in range(1, store.num_levels):
+        for box in store.blocks(level):
+            store.write(level, box, store.halved(level, box))
+    store.complete()
 
 
 class LabelStore:
@@ -111,20 +138,14 @@ class LabelStore:
         """Write the labels (X, Y, Z) of a block."""
         self._arrays[level][box[::-1]] = labels.T
 
-    def halved(self, level: int) -> Callable[[Box], npt.NDArray[Any]]:
-        """Return a function that makes labels of a box of a level from the next finer level."""
+    def halved(self, level: int, box: Box) -> npt.NDArray[Any]:
+        """Return the labels (X, Y, Z) of a box of a level, read from the next finer level."""
         finer, coarser = self._arrays[level - 1], self._arrays[level]
-        sizes = zip(finer.shape, coarser.shape, strict=True)
-        steps = [1 if size == half else 2 for size, half in sizes]
-
-        def made(box: Box) -> npt.NDArray[Any]:
-            place = [
-                slice(one.start * step, one.stop * step, step)
-                for one, step in zip(box[::-1], steps, strict=True)
-            ]
-            return np.asarray(finer[tuple(place)]).T
-
-        return made
+        place = []
+        for part, size, half in zip(box[::-1], finer.shape, coarser.shape, strict=True):
+            step = 1 if size == half else 2
+            place.append(slice(part.start * step, part.stop * step, step))
+        return np.asarray(finer[tuple(place)]).T
 
     def complete(self) -> None:
         """Note that all blocks are written."""
@@ -166,7 +187,8 @@ def _described(
         "properties": [{"label-value": value, "name": name} for value, name in names.items()],
     }
     if is_store(geometry.path):
-        described["source"] = {"image": os.path.relpath(geometry.path, path)}
+        source = url_of(geometry.path) or os.path.relpath(geometry.path, path)
+        described["source"] = {"image": source}
     multiscale = {
         "name": "labels",
         "axes": [{"name": name, **axis} for name in "zyx"],

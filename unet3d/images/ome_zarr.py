@@ -40,8 +40,8 @@ from unet3d.inputs.reading import plain_json
 
 logger = logging.getLogger(__name__)
 
-WHOLE = {"unet3d": {"all_chunks_written": True}}
-"""Attributes of a group that is written here, in which a missing file is an error."""
+COMPLETE = "is_complete"
+"""Attribute, in the group ``unet3d``, of stores that are written here: no file may be missing."""
 
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 Length = Annotated[float, Field(gt=0, le=1e12)]
@@ -182,7 +182,8 @@ class _Node:
     @property
     def is_whole(self) -> bool:
         """Whether the store says that it has all of its files."""
-        return WHOLE.items() <= self.attributes.items()
+        ours = self.attributes.get("unet3d")
+        return isinstance(ours, dict) and ours.get(COMPLETE) is True
 
 
 def _object(found: Any) -> Any:
@@ -400,5 +401,5 @@ def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
     """Write labels (I, J, K) into a folder, as a pyramid."""
-    library = _library(f"writing {path}", "zarr_labels")
+    library = _library(f"writing {path}", "label_store")
     library.write_labels(path, stored, geometry, names)

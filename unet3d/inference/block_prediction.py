@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def fill(
             # A process that starts late may have made the folder of claims again.
             if LabelStore(path).is_complete:
                 break
-            made = compute if level == 0 else store.halved(level)
+            made = compute if level == 0 else partial(store.halved, level)
             if not _Level(tasks, store, level, made).do(part if level == 0 else WHOLE, blocks_done):
                 return False
     except FileNotFoundError:  # another process has finished, and deleted the folder of claims
