@@ -315,6 +315,9 @@ def test_folders_of_other_slices_are_refused(tmp_path):
     folder = slices_in(tmp_path / "names")
     written(folder / "overview.tif", ARRAY[0])
     assert "or holds others: z8.tif comes after overview.tif" in refusal(folder)
+    folder = slices_in(tmp_path / "series", "a{}.tif")
+    written(folder / "b8.tif", ARRAY[0])
+    assert "or holds others: b8.tif comes after a14.tif" in refusal(folder)
     folder = slices_in(tmp_path / "sizes")
     written(folder / "z15.tif", ARRAY[0, :30])
     text = "z15.tif has 1 page of 30x50x1 uint8, but z8.tif has 1 page of 40x50x1 uint8; slices"

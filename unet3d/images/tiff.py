@@ -119,8 +119,9 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
     columns = zip(*(name[1::2] for name in names), strict=False)
     numbers = next((column for column in columns if len(set(column)) > 1), (0,) * len(names))
     steps = [after - before for before, after in pairwise(numbers)]
+    usual = min((step for step in steps if step > 0), default=1)
     for number, step in enumerate(steps):
-        if names[number + 1][::2] != names[0][::2] or step != min(steps) or step == 0:
+        if names[number + 1][::2] != names[0][::2] or step != usual:
             raise VolumeError(
                 f"{folder} lacks a slice, or holds others: {slices[number + 1].name} comes after "
                 f"{slices[number].name}; keep the slices of one channel in it, numbered in even "
