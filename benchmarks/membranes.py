@@ -27,7 +27,6 @@ from typing import Any
 
 import nnunet_process
 import numpy as np
-import tifffile
 from common import devices_named, new_parser, one_device, write_record
 from nnunet import command_of_nnunet
 from numpy.typing import NDArray
@@ -72,6 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def prepare(folder: Path, dataset: Path) -> None:
     """Write the data set: blocks to train on, and in ``imagesTs`` and ``labelsTs`` the test."""
+    import tifffile
+
     image, label = (tifffile.imread(folder / f"fib25_{name}.tif") for name in ("raw", "membrane"))
     rows, columns = (size // 2 for size in image.shape[1:])
     trained = slice(0, NUM_TRAINED)
@@ -97,6 +98,8 @@ def put(
     name: str, image: NDArray[np.uint8], label: NDArray[np.uint8], dataset: Path, part: str
 ) -> None:
     """Write a case as stacks, with the spacing in a file beside each, as nnU-Net reads it."""
+    import tifffile
+
     for kind, array, channel in (("images", image, "_0000"), ("labels", label, "")):
         folder = dataset / f"{kind}{part}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +109,8 @@ def put(
 
 def scores(predictions: Path, dataset: Path) -> dict[str, float]:
     """Return the Dice of the only segmentation in a folder, and its precision and recall."""
+    import tifffile
+
     (file,) = predictions.glob("*.tif")
     found = tifffile.imread(file) == 1
     truth = tifffile.imread(dataset / "labelsTs" / "test.tif") == 1

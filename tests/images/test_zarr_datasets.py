@@ -11,8 +11,10 @@ from unet3d.config import load_config
 from unet3d.datasets.dataset import load_dataset
 from unet3d.images.image import open_image
 from unet3d.inference.evaluation import evaluate
+from unet3d.preparation import normalization, prepared_image
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.check import examine
+from unet3d.preparation.prepared_image import nonzero_box
 from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 
 zarr = pytest.importorskip("zarr")
@@ -104,3 +106,32 @@ def test_stores_are_compared_by_name_and_with_files(tmp_path):
         assert case.name == "case"
         assert all(score.dice == 1 for score in case.scores.values())
     assert open_image(store).geometry.unit == "nanometer"
+
+
+def test_the_nonzero_box_of_a_large_pyramid_is_found_in_a_coarser_level(tmp_path, monkeypatch):
+    voxels = np.zeros((40, 60, 80), np.uint8)  # (Z, Y, X)
+    voxels[9:31, 17:50, 22:] = np.random.default_rng(0).integers(1, 255, (22, 33, 58))
+    group = zarr.open_group(tmp_path / "scan.ome.zarr", mode="w", zarr_format=2)
+    levels = []
+    for level in range(4):
+        step = 2**level
+        group[str(level)] = voxels[::step, ::step, ::step]
+        scale = [{"type": "scale", "scale": [10 * step] * 3}]
+        levels.append({"path": str(level), "coordinateTransformations": scale})
+    axes = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
+    group.attrs["multiscales"] = [{"axes": axes, "datasets": levels, "version": "0.4"}]
+    image = open_image(tmp_path / "scan.ome.zarr")
+    assert image.levels == ((80, 60, 40), (40, 30, 20), (20, 15, 10), (10, 8, 5))
+    exact = (slice(22, 80), slice(17, 50), slice(9, 31))
+    assert nonzero_box(image) == exact
+    monkeypatch.setattr(normalization, "LARGE_VOXELS", 10_000)
+    monkeypatch.setattr(prepared_image, "ENOUGH_VOXELS", 2_000)
+    monkeypatch.setattr(image, "pieces", None)  # only level 2 is read completely
+    found = nonzero_box(image)
+    for part, inner in zip(found, exact, strict=True):
+        assert inner.start - 8 <= part.start <= inner.start and inner.stop <= part.stop
+        assert part.stop <= inner.stop + 8
+    assert found[0].stop == 80
+    cut = image.cut(exact).at_level(1)
+    np.testing.assert_array_equal(cut.whole()[0].T, voxels[::2, ::2, ::2][4:16, 8:25, 11:])
+    assert cut.geometry.affine[:3, 3] == pytest.approx(np.array([22, 16, 8]) * 1e-5)

@@ -4,6 +4,7 @@ Training reads whole images; prediction reads planes when it needs them.
 """
 
 import logging
+import math
 from copy import copy
 from functools import cache
 from typing import Any
@@ -33,6 +34,9 @@ from unet3d.preparation.transform import Preprocessing
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+
+ENOUGH_VOXELS = 10**7
+"""Voxels of a level in which the nonzero box of a large image is found."""
 
 CLASS_ARRAYS = 2
 """Arrays for resampling a label map: the strongest class of each voxel, and its strength."""
@@ -184,13 +188,22 @@ def whole_box(shape: Shape) -> Box:
 def nonzero_box(image: Image) -> Box:
     """Return the bounding box of voxels that are nonzero in any channel, as in nnU-Net.
 
-    For an image of zeros, it is the whole image. Zeros around a skull-stripped head or outside the
-    field of view can be most of the volume, and add nothing to training.
+    For an image of zeros, it is the whole image. In a large pyramid, it is found in a coarser
+    level, with a voxel more on each side. Zeros around a skull-stripped head or outside the field
+    of view can be most of the volume, and add nothing to training.
     """
     shape = image.geometry.shape
     ends = ((axis, slice(end, end + 1)) for axis in range(3) for end in (0, shape[axis] - 1))
     if all(_nonzero(image, image.planes(*end)).any() for end in ends):  # true for most images
         return whole_box(shape)
+    coarse = _coarse(image) if is_large(image) else None
+    if coarse is not None:  # reading all voxels would take as long as segmenting them
+        box = nonzero_box(coarse)
+        x, y, z = (
+            slice(max(0, part.start - 1) * new // old, min(old, part.stop + 1) * new // old)
+            for part, old, new in zip(box, coarse.geometry.shape, shape, strict=True)
+        )
+        return x, y, z
 
     def lines_of(box: Box) -> list[Mask]:
         nonzero = _nonzero(image, box)
@@ -206,6 +219,15 @@ def nonzero_box(image: Image) -> Box:
     ends_of_lines = (np.flatnonzero(line)[[0, -1]].tolist() for line in lines)
     x, y, z = (slice(first, last + 1) for first, last in ends_of_lines)
     return x, y, z
+
+
+def _coarse(image: Image) -> Image | None:
+    """Return the coarsest level of a pyramid with enough voxels; None if none is coarser."""
+    fine = math.prod(image.geometry.shape)
+    for level in reversed(range(len(image.levels))):
+        if ENOUGH_VOXELS <= math.prod(image.levels[level]) < fine:
+            return image.at_level(level)
+    return None
 
 
 def inside_mask(image: Image) -> Mask:
