@@ -320,10 +320,10 @@ def test_folders_of_other_slices_are_refused(tmp_path):
     assert "or holds others: b8.tif comes after a14.tif" in refusal(folder)
     folder = slices_in(tmp_path / "sizes")
     written(folder / "z15.tif", ARRAY[0, :30])
-    text = "z15.tif has 1 page of 30x50x1 uint8, but z8.tif has 1 page of 40x50x1 uint8; slices"
+    text = "z15.tif has 30x50 voxels (y, x) of uint8, but z8.tif has 40x50 voxels (y, x) of uint8"
     assert text in refusal(folder)
     written(folder / "z15.tif", ARRAY)
-    assert "z15.tif has 7 pages of 40x50x1 uint8" in refusal(folder)
+    assert "z15.tif has 7x40x50 voxels (z, y, x) of uint8" in refusal(folder)
 
 
 def test_labels_are_written_as_ome_tiff(tmp_path):

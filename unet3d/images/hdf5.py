@@ -54,19 +54,14 @@ _incomplete: set[Path] = set()
 class _Dataset:
     """An array that opens its file to read a box, because opened files do not survive a fork."""
 
-    def __init__(self, path: Path, dataset: Any, axes: Sequence[str], time: int) -> None:
-        self.dtype, self._path, self._name = dataset.dtype, path, dataset.name
-        self._stored_shape, self._begin = dataset.shape, dataset.id.get_offset()
-        self._is_time, self._time = [axis == "t" for axis in axes], slice(time, time + 1)
-        sizes = zip(self._is_time, dataset.shape, strict=True)
-        self.shape = tuple(1 if is_time else size for is_time, size in sizes)
+    def __init__(self, path: Path, dataset: Any) -> None:
+        self.shape, self.dtype = dataset.shape, dataset.dtype
+        self._path, self._name, self._begin = path, dataset.name, dataset.id.get_offset()
 
-    def __getitem__(self, parts: tuple[slice, ...]) -> npt.NDArray[Any]:
-        pairs = zip(self._is_time, parts, strict=True)
-        box = tuple(self._time if is_time else part for is_time, part in pairs)
+    def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
         if self._begin is not None:  # neither in chunks nor compressed
             file, _ = file_and_dataset(self._path)
-            return np.array(np.memmap(file, self.dtype, "r", self._begin, self._stored_shape)[box])
+            return np.array(np.memmap(file, self.dtype, "r", self._begin, self.shape)[box])
         with _opened(self._path) as opened:
             return np.asarray(opened[self._name][box])
 
@@ -125,10 +120,11 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
         dataset = _dataset(path, file)
         stated = () if reading.axes else _stated_axes(path, dataset)
         axes = named_axes(path, dataset.shape, stated, reading)
-        times = dict(zip(axes, dataset.shape, strict=True)).get("t", 1)
-        array = _Dataset(path, dataset, axes, point_in_time(path, times, reading))
+        number = dict(zip(axes, dataset.shape, strict=True)).get("t", 1)
+        time = point_in_time(path, number, reading)
         _refuse_unreadable(path, dataset)
-        voxels = ChunkedVoxels(path, array, axes, dataset.chunks or (1,) * len(axes))
+        chunks = dataset.chunks or (1,) * len(axes)
+        voxels = ChunkedVoxels(path, _Dataset(path, dataset), axes, chunks, time)
         stated_mm, origin_mm, unit = _place(dataset, axes)
     shape = whole_axes(path, voxels.shape)
     geometry = placed(path, shape, stated_mm, reading, origin_mm=origin_mm, unit=unit)

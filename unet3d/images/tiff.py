@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.errors import VolumeError, counted, reason_of, some
+from unet3d.errors import VolumeError, reason_of, some
+from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.geometry import Geometry
 from unet3d.images.label_names import HUES
-from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.images.microscopy import (
     length_mm,
     named_axes,
@@ -31,7 +31,7 @@ from unet3d.images.microscopy import (
     written_unit,
 )
 from unet3d.images.scratch import forget_pages
-from unet3d.images.source import AS_STATED, Reading, Source, beginning_of
+from unet3d.images.source import AS_STATED, Reading, Source, beginning_of, whole_axes
 from unet3d.images.tiff_stack import DAMAGED, Planes, Stack, num_pages
 from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown
@@ -61,8 +61,20 @@ ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
 """Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 
-_Channels = list[tuple[Planes, int]]
-"""A plane of each channel, or of interleaved channels: its file, and its number there."""
+class _Opened(NamedTuple):
+    """One file: its planes, and what it states."""
+
+    planes: Planes
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+    place: dict[str, Any]
+    """Spacing, and perhaps unit and origin, as :func:`placed` takes them."""
+    channel_names: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What is in the file, for a message."""
+        return f"{times(self.sizes)} voxels ({', '.join(self.axes)}) of {self.planes.dtype.name}"
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -131,38 +143,41 @@ def _refuse_uneven(folder: Path, slices: Sequence[Path]) -> None:
 
 def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read the descriptions of all pages of a stack, or of a folder of slices, but no voxels."""
-    slices = _slices(path) if os.path.isdir(path) else ()
-    if slices:
-        _refuse_uneven(path, slices)
-        reading = reading.model_copy(update={"axes": None, "time": None})
-    found = [_open(file, reading) for file in slices or (path,)]
-    texts = [_text(planes) for planes, _, _ in found]
-    for file, text, (planes, _, _) in zip(slices, texts, found, strict=False):
-        if text != texts[0] or len(planes) > 1:
+    files = _slices(path) if os.path.isdir(path) else ()
+    if files:
+        _refuse_uneven(path, files)
+    found = [_open(file) for file in files or (path,)]
+    first = found[0]
+    for file, one in zip(files, found, strict=False):
+        if one.text != first.text or "z" in one.axes:
             raise VolumeError(
-                f"{file} has {text}, but {slices[0].name} has {texts[0]}; slices in a folder have "
-                "one page each, all alike"
+                f"{file} has {one.text}, but {files[0].name} has {first.text}; slices in a folder "
+                "have one page each, all alike"
             )
-    planes = [plane for one, _, _ in found for plane in one]
-    if len(planes) < 2:
+    sizes, stated = first.sizes, first.axes
+    if files or "z" not in (reading.axes or stated):
+        sizes, stated = (len(found), *sizes), ("z", *stated)
+    axes = named_axes(path, sizes, stated, reading)
+    at, (rows, columns, interleaved) = axes.index("y"), first.planes.shape
+    inner = [("y", rows), ("x", columns), ("c", interleaved)]
+    if [*zip(axes, sizes, strict=True)][at:] not in (inner[:2], inner):
+        raise VolumeError(
+            f"{path} has axes {printable(','.join(axes))} ({times(sizes)}) that do not end in y, x "
+            "and colours; save it as planes of one depth after another"
+        )
+    known = dict(zip(axes, sizes, strict=True))
+    time = point_in_time(path, known.get("t", 1), reading)
+    if known["z"] < 2:
         raise VolumeError(
             f"{path} has one page, and a volume needs at least two; name the folder of all slices, "
             "or save them as one stack"
         )
-    stack = Stack(planes)
-    refuse_beyond_memory(stack.chunk_bytes, f"{path}: reading a strip", "use a machine with more")
-    _, place, names = found[0]
-    place["stated_mm"] = _spacing_beside(path) or place["stated_mm"]
-    geometry = placed(path, stack.shape, reading=reading, **place)
-    names = names if len(names) == geometry.num_channels else ()
-    return Source(geometry, stack.dtype, lambda scratch: stack, channel_names=names)
-
-
-def _text(planes: list[_Channels]) -> str:
-    """Return what is in a file, for a message."""
-    first, channels = planes[0][0][0], len(planes[0])
-    shape = (*first.shape[:2], first.shape[2] * channels)
-    return f"{counted(len(planes), 'page')} of {times(shape)} {first.dtype.name}"
+    stack = Stack([one.planes for one in found], sizes, at)
+    voxels = ChunkedVoxels(path, stack, axes, stack.chunks, time)
+    place = {**first.place, "stated_mm": _spacing_beside(path) or first.place["stated_mm"]}
+    geometry = placed(path, whole_axes(path, voxels.shape), reading=reading, **place)
+    names = first.channel_names if len(first.channel_names) == geometry.num_channels else ()
+    return Source(geometry, stack.dtype, lambda scratch: voxels, channel_names=names)
 
 
 @contextmanager
@@ -186,8 +201,7 @@ def _tiff(file: Path) -> Iterator[Any]:
         raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
 
 
-def _open(file: Path, reading: Reading) -> tuple[list[_Channels], dict[str, Any], tuple[str, ...]]:
-    """Return the planes of a file, where it says that they lie, and the names of its channels."""
+def _open(file: Path) -> _Opened:
     with _tiff(file) as tiff:
         # Copies of reduced size are levels of a pyramid, or thumbnails.
         found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
@@ -206,49 +220,27 @@ def _open(file: Path, reading: Reading) -> tuple[list[_Channels], dict[str, Any]
             raise VolumeError(
                 f"{file} has colours with alpha (transparency); save it without alpha"
             )
-        planes = _in_order(file, found[0], reading)
+        sizes = tuple(map(int, found[0].shape))
+        axes = tuple(AXES.get(letter, letter.lower()) for letter in found[0].axes)
+        planes = _planes(file, found[0], sizes)
         if not tiff.is_ome:
-            return planes, _stated_by_imagej(tiff), ()
-        return planes, *_stated_by_ome(ElementTree.fromstring(tiff.ome_metadata))
+            return _Opened(planes, sizes, axes, _stated_by_imagej(tiff))
+        stated = _stated_by_ome(ElementTree.fromstring(tiff.ome_metadata))
+        return _Opened(planes, sizes, axes, *stated)
 
 
-def _in_order(file: Path, series: Any, reading: Reading) -> list[_Channels]:
-    """Return the planes of a series."""
-    _, _, rows, columns, interleaved = series.keyframe.shaped
-    stated = [AXES.get(letter, letter.lower()) for letter in series.axes]
-    sizes = tuple(series.shape)
-    if "z" not in (reading.axes or stated):  # a slice
-        stated, sizes = ["z", *stated], (1, *sizes)
-    axes = named_axes(file, sizes, stated, reading)
-    at = axes.index("y")
-    leading = sizes[:at]
-    inner = [("y", rows), ("x", columns), ("c", interleaved)]
-    if [*zip(axes, sizes, strict=True)][at:] not in (inner[:2], inner):
-        raise VolumeError(
-            f"{file} has axes {printable(','.join(axes))} ({times(sizes)}) that do not end in y, x "
-            "and colours; save it as planes of one depth after another"
-        )
-    planes = _planes(file, series, math.prod(leading))
-    order = sorted(range(at), key=lambda place: "tzc".find(axes[place]))
-    numbers = np.arange(math.prod(leading)).reshape(leading).transpose(order)
-    if "t" in axes:
-        place = axes.index("t")
-        numbers = numbers.take(point_in_time(file, sizes[place], reading), order.index(place))
-    depth = sizes[axes.index("z")]
-    return [[(planes, number) for number in one] for one in numbers.reshape(depth, -1).tolist()]
-
-
-def _planes(file: Path, series: Any, number: int) -> Planes:
+def _planes(file: Path, series: Any, sizes: Sequence[int]) -> Planes:
     """Return all planes of a file in its order; VolumeError if voxels are missing."""
     page = series.keyframe
     separate, _, rows, columns, interleaved = page.shaped
+    number = math.prod(sizes) // (rows * columns * interleaved)
     dtype = np.dtype(page.dtype).newbyteorder(page.parent.byteorder)
     shape, chunk = (rows, columns, interleaved), (rows, columns)
     if series.dataoffset is not None:  # all planes are plain, and one follows another
         num_bytes = math.prod(shape) * dtype.itemsize
         layouts = [None]
         offsets = series.dataoffset + num_bytes * np.arange(number)[:, None]
-        sizes = np.full_like(offsets, num_bytes)
+        counts = np.full_like(offsets, num_bytes)
     else:
         pages = [one for one in series if one is not None]
         if page.is_tiled:
@@ -265,7 +257,7 @@ def _planes(file: Path, series: Any, number: int) -> Planes:
                 f"or tiles, but has {len(pages)}, or fewer strips; {DAMAGED}"
             )
         layouts = [_decoder(one.keyframe) for one in pages]
-        offsets, sizes = np.array(found, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
+        offsets, counts = np.array(found, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
     planes = Planes(
         file=file,
         layouts=layouts,
@@ -273,7 +265,7 @@ def _planes(file: Path, series: Any, number: int) -> Planes:
         shape=shape,
         chunk=chunk,
         offsets=offsets,
-        sizes=sizes,
+        sizes=counts,
     )
     planes.refuse_lost()
     return planes

@@ -7,6 +7,7 @@ stack whose chain of pages is broken; so both are checked here.
 import math
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
-from unet3d.images.chunked import KEPT_BYTES
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -47,15 +47,10 @@ class Planes:
     sizes: npt.NDArray[np.int64]
     """Its bytes in the file."""
 
-    @property
-    def across(self) -> int:
-        """Number of strips or tiles beside each other."""
-        return math.ceil(self.shape[1] / self.chunk[1])
-
     def refuse_lost(self) -> None:
         """Refuse strips or tiles that are missing, too short, or beyond the end of the file."""
         number, file_bytes = self.offsets.shape[1], os.path.getsize(self.file)
-        first_rows = np.arange(number) // self.across * self.chunk[0]
+        first_rows = np.arange(number) // -(-self.shape[1] // self.chunk[1]) * self.chunk[0]
         rows = np.minimum(self.chunk[0], self.shape[0] - first_rows)
         needed = rows * self.chunk[1] * self.shape[2] * self.dtype.itemsize
         ratio = 1 if self.layouts[0] is None else MAX_RATIO
@@ -67,7 +62,28 @@ class Planes:
                 f"claims more than can be in its {file_bytes} bytes; {DAMAGED}"
             )
 
-    def read(self, plane: int, number: int, content: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    def read(self, plane: int, rows: slice, columns: slice) -> npt.NDArray[Any]:
+        """Return a part of a plane, (rows, columns, channels), from its strips or tiles."""
+        (height, width), shape = self.chunk, self.shape
+        sizes = (rows.stop - rows.start, columns.stop - columns.start, shape[2])
+        found = np.empty(sizes, self.dtype.newbyteorder("="))
+        content = np.asarray(np.memmap(self.file, np.uint8, "r"))
+        for down in range(rows.start // height, math.ceil(rows.stop / height)):
+            top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
+            for aside in range(columns.start // width, math.ceil(columns.stop / width)):
+                left = max(columns.start, aside * width)
+                right = min(columns.stop, (aside + 1) * width)
+                number = down * math.ceil(shape[1] / width) + aside
+                found[
+                    top - rows.start : bottom - rows.start,
+                    left - columns.start : right - columns.start,
+                ] = self._strip(plane, number, content)[
+                    top - down * height : bottom - down * height,
+                    left - aside * width : right - aside * width,
+                ]
+        return found
+
+    def _strip(self, plane: int, number: int, content: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Return a strip or tile, (rows, columns, channels), of the content of the file."""
         begin, num_strips = int(self.offsets[plane, number]), self.offsets.shape[1]
         page, channel = divmod(plane, len(self.offsets) // len(self.layouts))
@@ -84,86 +100,38 @@ class Planes:
 
 
 class Stack:
-    """The voxels (I, J, K, C) of a stack: slicing it reads only strips and tiles of the box."""
+    """The planes of files as one array, whose last axes are rows, columns and perhaps colours."""
 
-    def __init__(self, planes: list[list[tuple[Planes, int]]]) -> None:
-        """Take for each K the planes of its channels, each by its file and its number in it."""
-        first = planes[0][0][0]
-        rows, columns, self._interleaved = first.shape
-        self.shape = (columns, rows, len(planes), self._interleaved * len(planes[0]))
+    def __init__(self, files: Sequence[Planes], shape: tuple[int, ...], num_leading: int) -> None:
+        """Take the shape of the array, and how many axes are before the rows."""
+        self._planes = [(one, number) for one in files for number in range(len(one.offsets))]
+        first, self.shape, self._num_leading = files[0], shape, num_leading
         self.dtype = first.dtype.newbyteorder("=")
-        self._planes = planes
-        self._kept: dict[tuple[Planes, int, int], npt.NDArray[Any]] = {}
-        self.chunk_bytes = math.prod(first.chunk) * self._interleaved * self.dtype.itemsize
-        self._most = KEPT_BYTES // self.chunk_bytes
+        inner = (1, 1) if first.layouts[0] is None else first.chunk
+        self.chunks = (*[1] * num_leading, *inner, first.shape[2])[: len(shape)]
+        """Shape of what is unpacked at once."""
 
-    def __getitem__(self, box: tuple[slice, slice, slice, slice]) -> npt.NDArray[Any]:
-        columns, rows, numbers, channels = (
-            range(*part.indices(size)) for part, size in zip(box, self.shape, strict=True)
-        )
-        found = np.empty((len(numbers), len(channels), len(rows), len(columns)), self.dtype)
+    def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
+        leading, (rows, columns, *colours) = box[: self._num_leading], box[self._num_leading :]
+        numbers = np.arange(len(self._planes)).reshape(self.shape[: self._num_leading])[leading]
+        sizes = [part.stop - part.start for part in (rows, columns)]
+        found = np.empty((numbers.size, *sizes, self._planes[0][0].shape[2]), self.dtype)
 
-        def fill(number: int) -> None:
-            for place, channel in enumerate(channels):
-                which, sample = divmod(channel, self._interleaved)
-                planes, plane = self._planes[number][which]
-                target = found[number - numbers.start, place]
-                try:
-                    self._copy(planes, plane, sample, rows, columns, target)
-                except MemoryError:  # the caller explains it
-                    raise
-                except Exception as error:  # each decoder has errors of its own
-                    reason = reason_of(error) if isinstance(error, OSError) else str(error)
-                    raise VolumeError(
-                        f"cannot read plane {number + 1} in {planes.file}: {printable(reason)}; "
-                        f"{DAMAGED}"
-                    ) from error
+        def fill(place: int) -> None:
+            planes, number = self._planes[numbers.flat[place]]
+            try:
+                found[place] = planes.read(number, rows, columns)
+            except MemoryError:  # the caller explains it
+                raise
+            except Exception as error:  # each decoder has errors of its own
+                reason = reason_of(error) if isinstance(error, OSError) else printable(str(error))
+                raise VolumeError(
+                    f"cannot read plane {number + 1} in {planes.file}: {reason}; {DAMAGED}"
+                ) from error
 
-        if found.size:
-            in_threads(fill, numbers, min(MAX_THREADS, num_cores()))
-        return found.transpose(3, 2, 0, 1)
-
-    def _copy(
-        self,
-        planes: Planes,
-        plane: int,
-        sample: int,
-        rows: range,
-        columns: range,
-        target: npt.NDArray[Any],
-    ) -> None:
-        """Copy a part of one channel of a plane into an array (rows, columns)."""
-        height, width = planes.chunk
-        content = np.asarray(np.memmap(planes.file, np.uint8, "r"))
-        for down in range(rows.start // height, math.ceil(rows.stop / height)):
-            top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
-            for aside in range(columns.start // width, math.ceil(columns.stop / width)):
-                left = max(columns.start, aside * width)
-                right = min(columns.stop, (aside + 1) * width)
-                strip = self._strip(planes, plane, down * planes.across + aside, content)
-                target[
-                    top - rows.start : bottom - rows.start,
-                    left - columns.start : right - columns.start,
-                ] = strip[
-                    top - down * height : bottom - down * height,
-                    left - aside * width : right - aside * width,
-                    sample,
-                ]
-
-    def _strip(
-        self, planes: Planes, plane: int, number: int, content: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[Any]:
-        """Return a strip or tile; unpacked ones are kept for slabs that do not follow planes."""
-        if planes.layouts[0] is None:
-            return planes.read(plane, number, content)
-        key = (planes, plane, number)
-        found = self._kept.get(key)
-        if found is None:
-            found = planes.read(plane, number, content)
-            if len(self._kept) >= self._most:
-                self._kept.clear()
-            self._kept[key] = found
-        return found
+        in_threads(fill, range(numbers.size), min(MAX_THREADS, num_cores()))
+        found = found.reshape(*numbers.shape, *sizes, found.shape[-1])
+        return found[(..., *(colours or (0,)))]
 
 
 def num_pages(path: Path) -> int:
