@@ -124,3 +124,42 @@ def test_prediction_reads_the_level_nearest_to_the_network():
     assert near.reading().near((5, 5, 5)) == Reading(near_mm=(5, 5, 5))
     with pytest.raises(ConfigError, match="data.reading.time is -1"):
         load_config(None, ["data.reading.time=-1"])
+
+
+def test_training_and_prediction_choose_levels(tmp_path, capsys):
+    stores = pytest.importorskip("tests.images.zarr_stores")
+    for number in range(2):
+        voxels = np.random.default_rng(number).integers(1, 200, (2, 16, 18, 20)).astype(np.uint8)
+        scan = stores.store(tmp_path / f"scans/{number}.ome.zarr", voxels, names="czyx")
+        name_channels(scan, ["DAPI", "GFP"])
+        labels = (voxels[0] > 99).astype(np.uint8)
+        stores.store(scan / "labels/cells", labels)
+    paths = [f"scans/{number}.ome.zarr" for number in range(2)]
+    cases = [{"image": path, "label": f"{path}/labels/cells"} for path in paths]
+    write_json(
+        tmp_path / "dataset.json", {"labels": {"background": 0, "cell": 1}, "training": cases}
+    )
+    output = tmp_path / "run"
+    assert run("train", tmp_path, "--output", output, *TINY, "--level", "1") == 0
+    segmented = output / "validation/scans/0_seg.ome.zarr"
+    assert open_image(segmented).geometry.shape == (10, 9, 8)
+    result = tmp_path / "result.ome.zarr"
+    assert run("predict", scan, "-c", output, "-o", result) == 0
+    assert read_label(result).array.shape == (10, 9, 8)
+    assert run("evaluate", result, scan / "labels/cells") == 0
+    assert run("report", result, "--image", scan, "-o", tmp_path / "page.html") == 0
+    assert run("predict", scan, "-c", output, "-o", result, "--level", "0", "--overwrite") == 0
+    assert read_label(result).array.shape == (20, 18, 16)
+    assert "has no level 2" in refusal(capsys, "predict", scan, "-c", output, "--level", "2")
+    name_channels(scan, ["GFP", "DAPI"])
+    assert run("predict", scan, "-c", output) == 1
+    wrong = "has the channels GFP, DAPI, but the network was trained on DAPI, GFP; bring them"
+    assert wrong in capsys.readouterr().err
+
+
+def name_channels(store, names):
+    """Write names of channels into the metadata of OME-Zarr 0.5."""
+    path = store / "zarr.json"
+    tree = json.loads(path.read_text())
+    tree["attributes"]["ome"]["omero"] = {"channels": [{"label": name} for name in names]}
+    path.write_text(json.dumps(tree))

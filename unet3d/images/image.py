@@ -155,6 +155,11 @@ class Image:
         self.geometry = geometry
         self.shape = (geometry.num_channels, *geometry.shape)
 
+    def channels_in_other_order(self, wanted: Sequence[str]) -> list[str]:
+        """Return the names of channels that files state, if only their order is not as wanted."""
+        names = [name for source in self._sources for name in source.channel_names]
+        return names if names != [*wanted] and sorted(names) == sorted(wanted) else []
+
     @property
     def num_channels(self) -> int:
         """Number of channels."""

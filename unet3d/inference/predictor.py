@@ -273,6 +273,12 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
+        stated = image.channels_in_other_order(preprocessing.channel_names)
+        if stated:
+            raise VolumeError(
+                f"{path} has the channels {some(stated)}, but the network was trained on "
+                f"{some(preprocessing.channel_names)}; bring them into this order"
+            )
 
     def _measured(self, image: Image, box: Box) -> PreparedImage:
         """Measure a part of an image, and warn if the networks probably expect another image."""

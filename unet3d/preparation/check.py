@@ -21,9 +21,9 @@ from unet3d.images.files import (
     volume_suffix,
 )
 from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
-from unet3d.images.image import image_of, open_source
+from unet3d.images.image import Image, open_image
 from unet3d.images.labels import read_label
-from unet3d.images.source import Reading, Source
+from unet3d.images.source import Reading
 from unet3d.images.units import Units
 from unet3d.preparation.normalization import sampled
 from unet3d.preparation.resample import (
@@ -82,6 +82,11 @@ def examine(
     return Examined([*dataset.faults, *of_cases, *_unnamed_files(dataset)], images, contents)
 
 
+def opened(path: Path, reading: Reading) -> Image:
+    """Open one file."""
+    return open_image(path, reading=reading)
+
+
 class _CaseCheck:
     """The check of one case, with its findings."""
 
@@ -94,9 +99,12 @@ class _CaseCheck:
             if not os.path.lexists(file_of(path)):
                 what = "has no label map: " if path == case.label else ""
                 self.error(f"{what}{path} is missing; {self._remedy(path)}")
-            elif (source := self.read(open_source, path)) is not None:
-                self.headers[path] = source.geometry
-                self.compare_names(source)
+            elif (image := self.read(opened, path)) is not None:
+                self.headers[path] = image.geometry
+                names = image.channels_in_other_order(dataset.channel_names)
+                if names:
+                    order = f"{path} has the channels {some(names)}, in another order than"
+                    self.error(f"{order} the data set, {some(dataset.channel_names)}; reorder them")
         self.image = self.headers.get(case.images[0])
 
     def reading_of(self, path: Path) -> Reading:
@@ -104,13 +112,6 @@ class _CaseCheck:
         first = self.headers.get(self.case.images[0])
         is_image, reading = path in self.case.images, self.case.reading
         return reading if is_image else reading.near(first.spacing_mm if first else None)
-
-    def compare_names(self, source: Source) -> None:
-        """Note channels that the file names as the data set does, but in another order."""
-        names, wanted = source.channel_names, self.dataset.channel_names
-        if source.path in self.case.images and sorted(names) == sorted(wanted) and names != wanted:
-            order = f"{source.path} has the channels {some(names)}, in another order than"
-            self.error(f"{order} the data set, {some(wanted)}; bring them into one order")
 
     def _remedy(self, path: Path) -> str:
         """Return what to do about a missing file; nnU-Net's images end in a channel's number."""
@@ -188,7 +189,7 @@ class _CaseCheck:
             if path not in self.headers:
                 channel += 1
                 continue
-            image = self.read(lambda *file: sampled(image_of([open_source(*file)])), path)
+            image = self.read(lambda *file: sampled(opened(*file)), path)
             if image is not None:
                 contents.intensities |= self._measured(path, image, channel)
             channel += self.headers[path].num_channels
