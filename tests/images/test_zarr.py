@@ -310,6 +310,12 @@ def test_written_labels_are_a_pyramid_in_the_unit_of_the_scan(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_written_background_has_all_of_its_files(tmp_path):
+    geometry = open_image(store(tmp_path / "scan.ome.zarr")).geometry
+    write_label(tmp_path / "seg.ome.zarr", np.zeros(geometry.shape, np.uint8), geometry)
+    assert not read_label(tmp_path / "seg.ome.zarr").array.any()
+
+
 def test_a_lost_file_of_written_labels_is_an_error(tmp_path):
     path, _ = written(tmp_path)
     for lost in ("1/c/0/0/0", "0/c/0/0/0"):

@@ -69,7 +69,9 @@ class LabelStore:
         self._group = zarr.open_group(LocalStore(path), mode="r+")
         listed: Any = self._group.attrs["ome"]
         levels = listed["multiscales"][0]["datasets"]
-        self._arrays: list[Any] = [self._group[level["path"]] for level in levels]
+        opened: list[Any] = [self._group[level["path"]] for level in levels]
+        # All chunks are written, so that a missing file of a complete store is an error.
+        self._arrays = [array.with_config({"write_empty_chunks": True}) for array in opened]
         self._path = path
 
     @classmethod
@@ -101,9 +103,6 @@ class LabelStore:
                 ],
                 dtype=np.dtype(dtype),
                 dimension_names=("z", "y", "x"),
-                # All chunks are written, so that a file that is missing from a complete store is an
-                # error.
-                config={"write_empty_chunks": True},
             )
 
     @property
