@@ -1,5 +1,6 @@
 """Which scans are segmented, where results are written, and which results are kept."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -274,9 +275,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
 
 def zarr_store(folder):
     folder.mkdir(parents=True)
-    (folder / "zarr.json").write_text("{}")
     (folder / "0").mkdir()
-    (folder / "0" / "zarr.json").write_text("{}")
+    for node in (folder, folder / "0"):
+        (node / "zarr.json").write_text("{}".ljust(200))  # of a volume, it is this long
     return folder
 
 
@@ -328,6 +329,15 @@ def test_nothing_is_written_into_a_store_or_in_place_of_one_that_holds_the_scan(
     refuses([store / "0"], "a.ome.zarr holds an input; choose another", store, overwrite=True)
     (scan,) = found_of([store / "0"], tmp_path / "seg.ome.zarr", 1).to_segment
     assert scan.images == (store / "0",)
+
+
+def test_an_empty_group_above_scans_is_no_store(tmp_path):
+    """napari-ome-zarr leaves one two folders above a store of labels that it has opened."""
+    scans = [*touch(tmp_path, "a.nii.gz"), zarr_store(tmp_path / "b.ome.zarr")]
+    group = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
+    (tmp_path / "zarr.json").write_text(json.dumps(group, indent=2))
+    assert len(found_of(scans, tmp_path / "out", 1).to_segment) == 2
+    assert len(found_of([tmp_path], tmp_path / "out", 1).to_segment) == 2
 
 
 def test_scans_whose_formats_differ_do_not_share_a_file_of_statistics(tmp_path):

@@ -49,6 +49,9 @@ ZARR = Format("ome_zarr", (".ome.zarr", ".zarr"), (".ome.zarr", ".zarr"), True, 
 
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
 
+MAX_EMPTY_GROUP_BYTES = 100
+"""Size of a ``zarr.json`` that says nothing: the description of a volume is longer."""
+
 ZIP_SUFFIXES = (".ome.zarr.zip", ".zarr.zip", ".ozx")
 
 HDF5 = Format("hdf5", (".h5", ".hdf5", ".hdf"), written=(".h5", ".hdf5"), writer="h5py")
@@ -120,8 +123,17 @@ def _folder_format(folder: Path) -> Format:
 
 
 def holds_store(folder: Path) -> bool:
-    """Return whether a folder has the metadata of a zarr store."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ZARR_METADATA)
+    """Return whether a folder has the metadata of a zarr store.
+
+    A group without attributes counts only if the folder is named like a store: napari-ome-zarr
+    leaves the file of such a group two folders above labels that it has shown.
+    """
+    for name in ZARR_METADATA:
+        file = os.path.join(folder, name)
+        if os.path.isfile(file):
+            is_empty = name == "zarr.json" and os.path.getsize(file) <= MAX_EMPTY_GROUP_BYTES
+            return not is_empty or volume_suffix(folder) in ZARR.suffixes
+    return False
 
 
 def store_around(path: Path) -> Path | None:
