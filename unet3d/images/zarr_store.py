@@ -41,6 +41,10 @@ class VoxelStore(WrapperStore[Any]):
     """
 
     array: Any = None
+    error: Exception | None = None
+    """Why a box cannot be read, for its chunks that were not read yet."""
+    loop: Any = None
+    """The event loop of zarr."""
 
     def __init__(self, files: StoreFiles, place: str, is_sparse: bool, is_whole: bool) -> None:
         super().__init__(MemoryStore(read_only=True))  # all files come from get
@@ -49,6 +53,9 @@ class VoxelStore(WrapperStore[Any]):
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Return the bytes of a file or of a part of it, or None if there is none."""
+        self.loop = asyncio.get_running_loop()
+        if self.error is not None:
+            raise self.error
         found = await asyncio.to_thread(self._content, key, byte_range)
         return None if found is None else prototype.buffer.from_bytes(found)
 
@@ -92,6 +99,33 @@ class VoxelStore(WrapperStore[Any]):
                 f"{self._files.volume} has a chunk in {key} that unpacks to more than {limit} "
                 "bytes, twice its voxels; it is damaged or malicious: do not use it"
             )
+
+
+class VoxelArray:
+    """An array of zarr. After an error it waits for the other chunks of a box.
+
+    Else Python would warn of each of them when it ends.
+    """
+
+    def __init__(self, array: Any, store: VoxelStore) -> None:
+        self.shape, self.dtype, self.chunks = array.shape, array.dtype, array.chunks
+        self._array, self._store = array, store
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Any:
+        try:
+            return self._array[box]
+        except Exception as error:
+            self._store.error = error
+            asyncio.run_coroutine_threadsafe(_others(), self._store.loop).result()
+            self._store.error = None
+            raise
+
+
+async def _others() -> None:
+    """Wait for all tasks, except those that wait here for another box."""
+    coroutines = {task: task.get_coro() for task in asyncio.all_tasks()}
+    others = [one for one, at in coroutines.items() if getattr(at, "__name__", "") != "_others"]
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _packed_chunks(
@@ -157,11 +191,11 @@ def _zstd_bytes(packed: memoryview) -> int:
 
 def open_array(
     files: StoreFiles, place: str, zarr_format: Any, is_sparse: bool, is_whole: bool
-) -> Any:
+) -> VoxelArray:
     """Open an array in a folder of a store, but read no voxels."""
     store = VoxelStore(files, place, is_sparse, is_whole)
     array = store.array = zarr.open_array(store, mode="r", zarr_format=zarr_format)
     shape = array.shape
     if max(shape, default=1) > MAX_SIZE or math.prod(shape) > MAX_SIZE * 2**20:
         raise VolumeError(f"{files.volume} claims the shape {times(shape)}; it is damaged")
-    return array
+    return VoxelArray(array, store)

@@ -129,28 +129,26 @@ class Cache:
         try:
             if is_store(path):
                 return self._digest(path, module_of(ZARR).files_of(path))
-            files = [file_of(file) for file in members(path)]
-            digest, dataset = (
-                "-".join(self._digest(file, [file]) for file in files),
-                file_and_dataset(path)[1],
-            )
+            files, dataset = map(file_of, members(path)), file_and_dataset(path)[1]
+            digest = "-".join(self._digest(file, [str(file)]) for file in files)
             return key_of([dataset, digest]) if dataset else digest
         except OSError as error:
             where = error.filename or path
             raise VolumeError(f"cannot read {where}: {reason_of(error)}") from error
 
-    def _digest(self, path: Path, files: Sequence[Path]) -> str:
+    def _digest(self, path: Path, files: Sequence[str]) -> str:
         """Return the digest of a file or, with the names of its files, of a store."""
         name = os.fsencode(path.absolute())
         # Copying programs restore the modification time (mtime), but not the change time (ctime).
-        states = [(str(file), file.stat()) for file in files]
+        states = [(file.removeprefix(str(path)), os.stat(file)) for file in files]
         times = [(file, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for file, one in states]
         now = {"path": name.hex(), "files": key_of(times)}
         record = self.folder / "contents" / f"{hashlib.sha256(name).hexdigest()}.json"
         known = recall(record, dict)
         if known is None or known != {**now, "sha256": known.get("sha256")}:
-            hashed = [(str(file.relative_to(path)), _sha256(file)) for file in files]
-            known = {**now, "sha256": hashed[0][1] if files == [path] else key_of(hashed)}
+            digests = [_sha256(file) for file in files]
+            named = [(one, digest) for (one, _), digest in zip(states, digests, strict=True)]
+            known = {**now, "sha256": digests[0] if files == [str(path)] else key_of(named)}
             remember(record, known)
         return str(known["sha256"])
 
@@ -208,8 +206,8 @@ class Cache:
                     raise
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
+def _sha256(file: str) -> str:
+    with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
