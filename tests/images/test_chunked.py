@@ -55,9 +55,10 @@ def test_consecutive_planes_along_any_axis_unpack_a_chunk_once(axes, axis):
     expected = in_order(array, axes)
     assert voxels.shape == expected.shape
     for first in range(0, voxels.shape[axis], 2):  # an even chunk has whole pairs of planes
-        box = [slice(None)] * 4
-        box[axis] = slice(first, first + 2)
-        np.testing.assert_array_equal(voxels[tuple(box)], expected[tuple(box)])
+        for channel in range(voxels.shape[3]):
+            box = [slice(None)] * 4
+            box[axis], box[3] = slice(first, first + 2), slice(channel, channel + 1)
+            np.testing.assert_array_equal(voxels[tuple(box)], expected[tuple(box)])
     assert set(array.unpacked.values()) == {1}
 
 

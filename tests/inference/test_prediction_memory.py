@@ -16,8 +16,10 @@ from tests.images.samples import write_volume
 from tests.networks import random_checkpoint, set_to
 from unet3d.config import InferenceSettings
 from unet3d.images.image import open_image
+from unet3d.images.source import Reading
 from unet3d.inference.networks import Networks
 from unet3d.inference.prediction_memory import prediction_memory
+from unet3d.reports.plan import prediction_lines
 from unet3d.runs.checkpoint import save_checkpoint
 
 AUTO = InferenceSettings()
@@ -34,7 +36,7 @@ def scan_of(folder, shape, name="scan.nii.gz"):
     return write_volume(folder / name, rng.integers(0, 900, shape).astype(np.int16))
 
 
-def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path):
+def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path, monkeypatch):
     network, one = random_checkpoint(), InferenceSettings(batch_size=1)
     short, long = (
         planned(scan_of(tmp_path, (24, 24, length), f"{length}.nii.gz"), network, settings=one)
@@ -47,6 +49,28 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path):
     assert long["num_windows"] > 5 * short["num_windows"]
     mapped = planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network)
     assert mapped["voxel_bytes"] == 0
+    monkeypatch.setattr("unet3d.inference.prediction_memory.LARGE_BYTES", 24 * 24 * 60 - 1)
+    in_file = planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network)
+    assert (in_file["label_bytes"], in_file["label_file_bytes"]) == (0, 24 * 24 * 60)
+    assert in_file["host_bytes"] == pytest.approx(mapped["host_bytes"] - 24 * 24 * 60, rel=0.01)
+    assert any("disk beside the segmentation" in one for one in lines_of(in_file))
+    assert not any("disk beside the segmentation" in one for one in lines_of(mapped))
+
+
+def lines_of(found):
+    about = {"device": "cpu", "device_has_bytes": 0, "host_available_bytes": 2**40}
+    return prediction_lines({**about, **found}, "plain.nii")
+
+
+def test_a_layer_of_chunks_is_counted(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    array = zarr.create_array(
+        tmp_path / "a.zarr", shape=(100, 64, 64), chunks=(32, 32, 32), dtype="u1"
+    )
+    array[...] = 1
+    image = open_image(tmp_path / "a.zarr", reading=Reading(spacing_mm=(1, 1, 1), axes="zyx"))
+    assert [image.layer_bytes(axis) for axis in range(3)] == [32 * 64 * 100] * 2 + [32 * 64 * 64]
+    assert open_image(scan_of(tmp_path, (24, 24, 60), "plain.nii")).layer_bytes(2) == 0
 
 
 def test_windows_are_those_that_settings_ask_for(tmp_path):

@@ -1,6 +1,7 @@
 """Voxels in chunks, as in zarr and HDF5: a box reads only the chunks that it touches."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -11,11 +12,7 @@ import numpy.typing as npt
 
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
-
-KEPT_BYTES = 2**27
-"""Most bytes of unpacked chunks to keep for the next planes of a volume that is read in thin slabs:
-enough for planes of 1000x1000 voxels of a byte in chunks of 128."""
+from unet3d.images.memory_limits import KEPT_BYTES, explaining_memory, refuse_beyond_memory
 
 
 class ChunkedVoxels:
@@ -46,7 +43,7 @@ class ChunkedVoxels:
         self.chunks = (x, y, z)
         """Voxels along X, Y, Z of a chunk."""
         self._lock = Lock()
-        self._kept: tuple[list[slice], npt.NDArray[Any]] | None = None
+        self._kept: deque[tuple[list[slice], npt.NDArray[Any]]] = deque()
         refuse_beyond_memory(
             math.prod(map(int, chunks)) * array.dtype.itemsize,
             f"{path}: unpacking one chunk of {times(chunks)} voxels",
@@ -83,12 +80,14 @@ class ChunkedVoxels:
         if layer == box or num_bytes > KEPT_BYTES:
             return self._read(box)
         with self._lock:
-            if self._kept is None or self._kept[0] != layer:
-                self._kept = None  # frees its memory first
-                voxels = self._read(layer)
-                voxels.flags.writeable = False
-                self._kept = (layer, voxels)
-            kept = self._kept[1]
+            kept = next((voxels for one, voxels in self._kept if one == layer), None)
+            if kept is None:
+                most = min(self.shape[3], KEPT_BYTES // num_bytes)  # a layer for each channel
+                while len(self._kept) >= most:
+                    self._kept.popleft()  # frees its memory first
+                kept = self._read(layer)
+                kept.flags.writeable = False
+                self._kept.append((layer, kept))
         parts = zip(box, layer, strict=True)
         return kept[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in parts)]
 

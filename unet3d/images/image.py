@@ -28,7 +28,7 @@ from unet3d.images.geometry import (
     same_grid,
     with_spacing_of,
 )
-from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.memory_limits import KEPT_BYTES, explaining_memory
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import AS_STATED, Reading, Source
 
@@ -292,6 +292,17 @@ class Image:
         for z, y, x in itertools.product(*reversed(parts)):
             for first in range(z.start, z.stop, num_planes):
                 yield x, y, slice(first, min(first + num_planes, z.stop))
+
+    def layer_bytes(self, axis: int) -> int:
+        """Return the bytes of unpacked chunks that stay in memory while planes are read."""
+        found = 0
+        for one in self._channels:
+            if one.chunk is not None:
+                sides = [*self.shape[1:]]
+                sides[axis] = min(sides[axis], one.chunk[axis])
+                num_bytes = math.prod(sides) * one.source.dtype.itemsize
+                found += num_bytes if num_bytes <= KEPT_BYTES else 0
+        return min(found, len(self._sources) * KEPT_BYTES)
 
     def planes(self, axis: int, planes: slice) -> Box:
         """Return the box of consecutive planes along an axis."""

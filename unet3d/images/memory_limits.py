@@ -9,6 +9,10 @@ from unet3d.memory.host import available_bytes, is_out_of_memory, readable, shor
 FLOAT32_BYTES = 4
 """Bytes of a voxel, a weight or a logit in float32."""
 
+KEPT_BYTES = 2**27
+"""Most bytes of unpacked chunks to keep for the next planes of a volume that is read in thin slabs:
+enough for planes of 1000x1000 voxels of a byte in chunks of 128."""
+
 
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
     """Raise VolumeError if more memory is needed than the host has available.

@@ -14,10 +14,11 @@ from unet3d.distributed.group import Group
 from unet3d.images.image import Box
 from unet3d.inference.windows import Windows
 from unet3d.inputs.ahead import ahead
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.preparation.prepared_image import CPU
 
-PIECE_VOXELS = 2**25
-"""Most voxels to prepare at once, unless a plane has more."""
+PIECE_VOXELS = {"cpu": 2**24, "cuda": 2**25}
+"""Most voxels to prepare at once for each kind of device, unless a plane has more."""
 
 
 Make = Callable[[int, int, int, torch.device], Tensor]
@@ -112,7 +113,7 @@ class ImageSlab:
         """Index in the padded volume of the first plane in memory."""
         size = (image.num_channels, *windows.slab)
         self._planes = torch.zeros(size, dtype=dtype, device=device)
-        self._missing = deque(_pieces(windows))
+        self._missing = deque(_pieces(windows, PIECE_VOXELS["cuda" if is_gpu(device) else "cpu"]))
         """Ranges of planes of the padded volume that are still to be made, in order."""
         self._ahead: Callable[[], Tensor] | None = None
         """Waits for the first range, if it is being made."""
@@ -163,11 +164,11 @@ def _keep_until_read(planes: Tensor) -> None:
         planes.record_stream(torch.cuda.current_stream(planes.device))
 
 
-def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
+def _pieces(windows: Windows, most_voxels: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of planes of the padded volume to make at once; together they are the image."""
     axis = windows.axis
     along, reach = windows.inside[axis], windows.shape[axis]
-    most = max(1, PIECE_VOXELS * windows.size[axis] // math.prod(windows.size))
+    most = max(1, most_voxels * windows.size[axis] // math.prod(windows.size))
     first = along.start
     for batch in windows.batches():
         end = min(batch[-1][axis] + reach, along.stop)

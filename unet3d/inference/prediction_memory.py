@@ -19,6 +19,7 @@ from unet3d.config import Shape
 from unet3d.errors import VolumeError, naming
 from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import FLOAT32_BYTES
+from unet3d.images.scratch import LARGE_BYTES
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import wanted_precision
@@ -99,9 +100,10 @@ def prediction_memory(
 
     ``device_bytes``: on the GPU; 0 for a CPU. ``host_bytes``: on the host, the sum of
     ``program_bytes`` (libraries and networks), ``slab_bytes`` (planes being prepared, added up and
-    written), ``voxel_bytes`` (unpacked scan) and ``label_bytes``. With ``--scratch``, the first two
-    (``scratch_host_bytes``) remain on the host, and the last two (``scratch_bytes``) are in the
-    folder. With ``skips_empty``, windows of constant intensity are skipped.
+    written), ``voxel_bytes`` (unpacked scan) and ``label_bytes``, unless the labels are so large
+    that they are in a file beside the result (``label_file_bytes``). With ``--scratch``, the first
+    two (``scratch_host_bytes``) remain on the host, and scan and labels (``scratch_bytes``) are in
+    the folder. With ``skips_empty``, windows of constant intensity are skipped.
     """
     preprocessing = networks.preprocessing
     geometry = image.geometry
@@ -128,27 +130,30 @@ def prediction_memory(
         of_windows = _computed_bytes(network, windows, device, precision)
         computed[kind] = max(of_windows, computed.get(kind, 0))
         kept.append(_kept_bytes(network, windows, device, skips_empty))
-        prepared.append(_prepared_bytes(stored, shape, windows, image.num_channels))
+        most = PIECE_VOXELS[device.type]
+        prepared.append(_prepared_bytes(stored, shape, windows, image.num_channels, most))
         all_windows.append(windows)
     if networks.add_up:
         kept, prepared = kept[:1], prepared[:1]
     # On a GPU, each kind keeps the memory of its graph.
     needed = sum(kept) + (sum if on_gpu else max)(computed.values())
-    all_prepared = sum(prepared)
+    all_prepared, axis = sum(prepared), all_windows[0].axis
     largest = max(all_windows, key=lambda one: math.prod(one.slab))
-    slabs = all_prepared + (0 if on_gpu else needed)
+    slabs = all_prepared + image.layer_bytes(axis) + (0 if on_gpu else needed)
     voxels = image.unpacked_bytes
     labels = math.prod(stored) * np.min_scalar_type(max(preprocessing.label_values)).itemsize
+    is_large = labels > LARGE_BYTES
     return {
         "num_windows": len(largest.starts),
         "window": list(largest.shape),
         "windows_at_a_time": largest.batch_size,
         "device_bytes": UNCOUNTED_BYTES + needed + all_prepared if on_gpu else 0,
-        "host_bytes": program + slabs + voxels + labels,
+        "host_bytes": program + slabs + voxels + (0 if is_large else labels),
         "program_bytes": program,
         "slab_bytes": slabs,
         "voxel_bytes": voxels,
-        "label_bytes": labels,
+        "label_bytes": 0 if is_large else labels,
+        "label_file_bytes": labels if is_large else 0,
         "scratch_host_bytes": program + slabs,
         "scratch_bytes": voxels + labels,
     }
@@ -185,11 +190,13 @@ def _kept_bytes(
     return bytes_of_image(network, windows.slab) + sums + means
 
 
-def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels: int) -> int:
+def _prepared_bytes(
+    stored: Shape, shape: Shape, windows: Windows, num_channels: int, most_voxels: int
+) -> int:
     """Return the bytes of two prepared pieces of a scan: the current one and the next one."""
     axis = windows.axis
     of_plane = math.prod(shape) // shape[axis]
-    planes = max(1, min(windows.slab[axis], shape[axis], PIECE_VOXELS // of_plane))
+    planes = max(1, min(windows.slab[axis], shape[axis], most_voxels // of_plane))
     made = planes * of_plane * num_channels * FLOAT32_BYTES
     if stored == shape:
         return 2 * made

@@ -27,7 +27,7 @@ from unet3d.inference.windows import Windows, gaussian_weight, product, with_roo
 
 logger = logging.getLogger(__name__)
 
-PIECE_NUMBERS = {"cpu": 2**24, "cuda": 2**26}
+PIECE_NUMBERS = {"cpu": 2**22, "cuda": 2**26}
 """Most mean logits to compute at once on each kind of device, unless a single plane has more."""
 
 SUMS_SHARE = 1 / 2

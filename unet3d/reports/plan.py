@@ -110,7 +110,9 @@ def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
             f"{readable(record['device_has_bytes'])}, {fits}"
         )
     lines.append(f"host: {readable(record['host_bytes'])} ({said})")
-    if record["scratch_bytes"]:
+    if record["label_file_bytes"]:
+        lines.append(f"disk beside the segmentation: {readable(record['label_file_bytes'])}")
+    if record["scratch_host_bytes"] < record["host_bytes"]:
         lines.append(
             f"host with --scratch DIR: {readable(record['scratch_host_bytes'])}, and "
             f"{readable(record['scratch_bytes'])} on the disk of DIR"
