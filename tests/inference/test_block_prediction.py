@@ -6,18 +6,25 @@ import subprocess
 import sys
 import time
 
+import nibabel as nib
 import numpy as np
 import pytest
 
-from unet3d.errors import VolumeError
+import unet3d
+from unet3d.atomic import HOST
+from unet3d.errors import ConfigError, ResultExistsError, VolumeError
 
 zarr = pytest.importorskip("zarr")
 
-from tests.images.samples import write_volume  # noqa: E402
+from tests.images.orientations import turn_to  # noqa: E402
+from tests.images.samples import noise, write_volume  # noqa: E402
+from tests.networks import write_checkpoint  # noqa: E402
 from unet3d.images.image import open_image  # noqa: E402
+from unet3d.images.label_names import read_label_names  # noqa: E402
 from unet3d.images.label_store import LabelStore  # noqa: E402
+from unet3d.images.labels import read_label  # noqa: E402
 from unet3d.inference import block_prediction  # noqa: E402
-from unet3d.inference.block_prediction import Part, fill, work_folder  # noqa: E402
+from unet3d.inference.block_prediction import Part, Status, fill, status, work_folder  # noqa: E402
 
 SHAPE = (300, 200, 260)
 
@@ -100,6 +107,77 @@ def test_an_interruption_gives_the_block_back(tmp_path):
     assert not list((work_folder(path) / "claims").iterdir())
     assert fill(path, labels_of)
     assert_complete(path)
+
+
+def test_the_status_says_what_is_done(tmp_path):
+    path = tmp_path / "labels.ome.zarr"
+    new_store(path)
+    assert status(path) == Status(is_complete=False, num_blocks=18)
+    assert not fill(path, labels_of, Part(1, 3))
+    (work_folder(path) / "claims" / "0-1.0").write_text(HOST)  # of a process that is dead
+    found = status(path)
+    assert 0 < found.seconds_left < 60
+    assert found[:5] == (False, 18, 6, 0, 1)
+    fill(path, labels_of)
+    assert status(path) == Status(is_complete=True, num_blocks=18, done=18)
+    with pytest.raises(ConfigError, match="is not a store that is written in blocks"):
+        status(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a checkpoint and a scan whose windows lie alike in the whole and in blocks."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = write_checkpoint(folder / "network.pt", changes=("training.precision=float32",))
+    scan = nib.Nifti1Image(noise((144, 48, 136)), np.diag([1.0, 1.0, 2.0, 1.0]))
+    turned = scan.as_reoriented(turn_to("LIP", scan.affine))
+    nib.save(turned, folder / "scan.nii")
+    return path, folder / "scan.nii"
+
+
+def test_blocks_give_the_labels_of_the_whole(trained, tmp_path):
+    network, scan = trained
+    (whole,) = unet3d.predict(scan, network, output=tmp_path / "whole.nii.gz", devices="cpu")
+    (blocks,) = unet3d.predict(
+        scan, network, output=tmp_path / "blocks.ome.zarr", devices="cpu", block=128
+    )
+    expected = read_label(whole)
+    assert len(LabelStore(blocks).blocks(0)) == 4
+    np.testing.assert_array_equal(read_label(blocks).array, expected.array)
+    assert read_label_names(blocks) == read_label_names(whole)
+
+
+def test_a_store_that_was_begun_otherwise_is_refused(trained, tmp_path):
+    network, scan = trained
+    path = tmp_path / "blocks.ome.zarr"
+    asked = {"devices": "cpu", "output": path, "block": 128}
+    unet3d.predict(scan, network, **asked, part=(1, 2))
+    with pytest.raises(ConfigError, match="was begun with another settings; go on with the same"):
+        unet3d.predict(scan, network, **asked, overlap=0.25)
+    other = write_checkpoint(tmp_path / "other.pt", seed=8)
+    with pytest.raises(ConfigError, match="was begun with another network; go on"):
+        unet3d.predict(scan, other, **asked)
+    assert unet3d.predict(scan, network, **asked) == (path,)
+    with pytest.raises(ResultExistsError):
+        unet3d.predict(scan, network, **asked)
+    unet3d.predict(scan, other, **asked, overwrite=True)
+    assert LabelStore(path).is_complete
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output": "x.nii.gz", "block": 128}, "cannot be written in blocks"),
+        ({"output": "x.ome.zarr", "block": 100}, "multiple of 128"),
+        ({"output": "x.ome.zarr", "part": (1, 2), "statistics": True}, "leave out --statistics"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused(trained, tmp_path, options, message):
+    network, scan = trained
+    options = {**options, "output": tmp_path / options["output"]}
+    with pytest.raises(ConfigError, match=message):
+        unet3d.predict(scan, network, devices="cpu", **options)
+    assert not list(tmp_path.iterdir())
 
 
 WORKER = """

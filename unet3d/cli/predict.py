@@ -19,9 +19,26 @@ from unet3d.cli.options import (
     reading_options,
 )
 from unet3d.cli.output import begin_as_rank, load_torch
+from unet3d.errors import counted
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
+
+
+class _Part(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Such as 3/32."""
+
+    name = "K/N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        """Return number and total."""
+        number, _, total = str(value).partition("/")
+        if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
+            self.fail(f"{value} is not a part such as 3/32, counted from 1", param, ctx)
+        return int(number), int(total)
+
+
+PART = _Part()
 
 
 @command("unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/")
@@ -102,6 +119,23 @@ if TYPE_CHECKING:
         help="Also write the probability of each class, as a NumPy file in float16.",
     ),
     click.option(
+        "--block",
+        type=int,
+        metavar="SIDE",
+        help="Voxels along a side of the blocks of a large OME-Zarr; default: 512.",
+    ),
+    click.option(
+        "--part",
+        type=PART,
+        metavar="K/N",
+        help="Segment only every N-th block, beginning with the K-th; default: any that are left.",
+    ),
+    click.option(
+        "--status",
+        is_flag=True,
+        help="Only show how far the blocks of the store --output are.",
+    ),
+    click.option(
         "--continue",
         "goes_on",
         is_flag=True,
@@ -114,12 +148,16 @@ def predict(
     settings: GivenSettings,
     checkpoints: tuple[Path, ...],
     folds: tuple[int, ...] | None,
+    status: bool,
     **asked: Any,
 ) -> None:
     """Segment IMAGES: scan.nii.gz becomes scan_seg.nii.gz.
 
     IMAGES are files, folders of files, or folders of DICOM or TIFF slices.
     """
+    if status:
+        _show_status(asked["output"])
+        return
     if asked["goes_on"] and asked["overwrite"]:
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
     if asked["scratch"] is not None and not os.path.isdir(asked["scratch"]):
@@ -141,6 +179,26 @@ def predict(
     else:
         checkpoints = ()  # only the first rank reads the files
     _run({**asked, "checkpoints": checkpoints}, ranks)
+
+
+def _show_status(output: str | None) -> None:
+    if output is None:
+        raise click.UsageError("--status needs the store: -o result.ome.zarr")
+    load_torch()
+    from unet3d.inference.block_prediction import status
+    from unet3d.reports.tables import duration
+
+    found = status(Path(output))
+    words = [f"{found.done} of {counted(found.num_blocks, 'block')} done"]
+    if found.at_work:
+        words.append(f"{found.at_work} at work")
+    if found.given_up:
+        words.append(f"{found.given_up} given up by processes that died")
+    if found.done == found.num_blocks:
+        words.append("complete" if found.is_complete else "coarser levels are not")
+    elif found.seconds_left is not None:
+        words.append(f"{duration(found.seconds_left)} left")
+    click.echo(f"{output}: {', '.join(words)}")
 
 
 @click.command("predict-as-rank", hidden=True)

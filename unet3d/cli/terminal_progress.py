@@ -44,7 +44,7 @@ class TerminalProgress(Progress):
         """Show the current stage of work on the scan."""
         self._show(f"{self._scan}: {name}")
 
-    def windows_done(self, done: int, total: int) -> None:
+    def done(self, done: int, total: int, unit: str = "window") -> None:
         """Show how many windows are done; 0 if the scan starts over, as in smaller batches."""
         now = time.monotonic()
         if done == 0:
@@ -53,7 +53,7 @@ class TerminalProgress(Progress):
             return
         self._next_refresh = now + REFRESH_SECONDS
         name = "finishing" if done == total else "predicting"
-        status, seconds = f"window {done}/{total}", now - self._began
+        status, seconds = f"{unit} {done}/{total}", now - self._began
         if done and seconds:
             left = duration((total / done - 1) * seconds)
             status += f"  {done / seconds:.3g}/s  {left} left"

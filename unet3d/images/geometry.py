@@ -103,6 +103,14 @@ class Geometry:
             orientation=RAS,
         )
 
+    def box_in_file(self, box: Sequence[slice]) -> tuple[slice, slice, slice]:
+        """Return a box along X, Y, Z as the box of an array with the axes of the file."""
+        found = []
+        for axis, sign in self.orientation:
+            part, size = box[int(axis)], self.shape[int(axis)]
+            found.append(part if sign > 0 else slice(size - part.stop, size - part.start))
+        return found[0], found[1], found[2]
+
     def in_ras(self, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a view in RAS of an array with the axes of the file."""
         view: npt.NDArray[Any] = nib.apply_orientation(np.asarray(stored), self.orientation)

@@ -398,6 +398,14 @@ def label_names(path: Path) -> dict[int, str]:
     return {}
 
 
+def is_unfinished(path: Path) -> bool:
+    """Return whether a path is a store of labels that processes of unet3d are filling."""
+    with suppress(Exception):  # of another program, or damaged
+        ours = plain_json((path / "zarr.json").read_bytes())["attributes"]["unet3d"]
+        return ours[COMPLETE] is False
+    return False
+
+
 def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:

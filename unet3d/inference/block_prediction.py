@@ -6,22 +6,30 @@ who computes it, or on the other blocks. A folder beside the store holds the cla
 the beginning; voxels that nobody has segmented yet are background.
 """
 
+import json
 import logging
 import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
-from unet3d.errors import VolumeError, counted
-from unet3d.images.image import Box
-from unet3d.images.label_store import LabelStore
+from unet3d import __version__
+from unet3d.atomic import new_folder
+from unet3d.errors import ConfigError, ResultExistsError, VolumeError, counted
+from unet3d.images.files import is_store
+from unet3d.images.image import Box, Image
+from unet3d.images.label_store import BLOCK, LabelStore
+from unet3d.images.ome_zarr import is_unfinished
+from unet3d.inference.predictor import Predictor
+from unet3d.inference.request import PredictionRequest
 from unet3d.inference.sliding_window import WindowsDone
 from unet3d.inference.tasks import Claim, Tasks
 from unet3d.inputs.ahead import ahead
@@ -50,6 +58,100 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
+
+
+def segment_in_blocks(
+    image: Image,
+    output: Path,
+    predictor: Predictor,
+    request: PredictionRequest,
+    blocks_done: WindowsDone,
+) -> bool:
+    """Take part in the segmentation of a large image, and return whether the store is complete.
+
+    The first process makes the store. Raises ConfigError if the store was begun with other
+    networks, settings or another image.
+    """
+    found = predictor.prepared(image)
+    geometry = image.geometry
+    job = {
+        "version": __version__,
+        **predictor.identity(),
+        "image": [str(geometry.path.absolute()), geometry.shape, geometry.spacing_mm],
+        "skip_background": request.skip_background,
+    }
+    job = json.loads(json.dumps(job))
+    dtype = np.min_scalar_type(max(predictor.preprocessing.label_values))
+    block = request.block or BLOCK
+    while not _takes_part(output, job, request.overwrite):
+        with suppress(FileExistsError), new_folder(output, replace=request.overwrite) as unfinished:
+            LabelStore.create(
+                unfinished, geometry, dtype, predictor.label_names, block=block, job=job
+            )
+
+    def compute(box: Box) -> npt.NDArray[Any]:
+        if found.image is image:
+            return predictor.segment_block(found, box)
+        labels = predictor.segment_block(found, geometry.box_in_file(box))
+        return geometry.in_ras(labels)
+
+    return fill(output, compute, Part(*request.part or ()), blocks_done)
+
+
+def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
+    """Return whether a store exists that is being filled by the same computation."""
+    if not is_store(output):
+        return False
+    if is_unfinished(output):
+        found = LabelStore(output).job
+        other = [key for key in job if found.get(key) != job[key]]
+        if not other:
+            return True
+        if not overwrite:
+            raise ConfigError(
+                f"{output} was begun with another {' and '.join(other).replace('_', ' ')}; go on "
+                "with the same, choose another --output, or add --overwrite to begin anew"
+            )
+        shutil.rmtree(work_folder(output), ignore_errors=True)
+    elif not overwrite:
+        raise ResultExistsError.meanwhile(output)
+    return False
+
+
+class Status(NamedTuple):
+    """How far a store is."""
+
+    is_complete: bool
+    num_blocks: int
+    done: int = 0
+    at_work: int = 0
+    given_up: int = 0
+    """Blocks whose processes died."""
+    seconds_left: float | None = None
+
+
+def status(output: Path) -> Status:
+    """Return how far a store is; ConfigError if it is not written in blocks."""
+    try:
+        store = LabelStore(output)
+        is_complete, num_blocks = store.is_complete, len(store.blocks(0))
+    except (KeyError, FileNotFoundError, ValueError) as error:  # of another program, or missing
+        raise ConfigError(f"{output} is not a store that is written in blocks") from error
+    folder = work_folder(output)
+    if is_complete or not folder.exists():
+        return Status(is_complete, num_blocks, num_blocks if is_complete else 0)
+    tasks = Tasks(folder)
+    done = {name for name in tasks.done() if name.startswith("0-")}
+    works = [alive for name, alive in tasks.at_work().items() if name not in done]
+    seconds = tasks.seconds_per_task(done)
+    return Status(
+        is_complete=False,
+        num_blocks=num_blocks,
+        done=len(done),
+        at_work=sum(works),
+        given_up=len(works) - sum(works),
+        seconds_left=None if seconds is None else seconds * (num_blocks - len(done)),
+    )
 
 
 def work_folder(store: Path) -> Path:

@@ -95,6 +95,15 @@ class Networks:
 
         return cls(names, described, load)
 
+    def with_settings(self, changes: Mapping[str, Any]) -> "Networks":
+        """Return the same networks with other settings, by dotted key."""
+
+        def changed(network: Checkpoint) -> Checkpoint:
+            return replace(network, config=network.config.with_values(changes))
+
+        described = [changed(network) for network in self.described]
+        return Networks(self.names, described, lambda index: changed(self._load(index)))
+
     @property
     def preprocessing(self) -> Preprocessing:
         """How all networks prepare an image."""

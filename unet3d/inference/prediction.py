@@ -32,7 +32,7 @@ from unet3d.errors import (
     reason_of,
     some,
 )
-from unet3d.images.image import Image
+from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import LARGE_BYTES, Scratch
 from unet3d.inference.networks import Networks
@@ -82,8 +82,11 @@ class Progress:
     def stage(self, name: str) -> None:
         """Receive the current stage of work on the scan, such as ``reading``."""
 
-    def windows_done(self, done: int, total: int) -> None:
-        """Receive how many windows are done; 0 if the scan starts over, as in smaller batches."""
+    def done(self, done: int, total: int, unit: str = "window") -> None:
+        """Receive how many windows are done; 0 if the scan starts over, as in smaller batches.
+
+        Of a large image, receive how many blocks are done, by all processes.
+        """
 
 
 def predict(
@@ -120,13 +123,21 @@ def predict(
         # If a command has started the ranks, it reports unfinished scans itself.
         says = group.is_first and not is_launched()
         with _naming_left(scans, request.overwrite, progress if says else None):
-            will_deal = group.size == 1 and 1 < dims.num_replicas <= num_left
+            in_blocks = any(scan.in_blocks for scan in scans.to_segment)
+            # Each device has blocks of its own.
+            will_deal = group.size == 1 and 1 < dims.num_replicas <= (
+                dims.num_replicas if in_blocks else num_left
+            )
             if will_deal:
                 logger.info("distributing %d scans over %d devices", num_left, dims.num_replicas)
             if will_deal or (dims.num_shards > group.size and num_left):
                 _start_ranks(request, dims, say)
                 return results
             is_dealt = dims.mode == "data" and group.size > 1
+            on_cpu = all(device.type == "cpu" for device in dims.all_devices)
+            if in_blocks and on_cpu and "inference.precision" not in request.inference:
+                # By default the faster type is measured, which may differ between processes.
+                networks = networks.with_settings({"inference.precision": "float32"})
             job = _Job(scans, request, group, is_dealt, progress, draw_preview)
             if is_dealt:
                 devices = tuple(map(str, dims.devices))
@@ -163,7 +174,8 @@ class _Job:
         """The ranks that segment each scan together."""
         self._scans = scans.to_segment
         if is_dealt:
-            self._scans = scans.to_segment[group.ranks.rank :: group.size]
+            own = scans.to_segment[group.ranks.rank :: group.size]
+            self._scans = tuple(one for one in scans.to_segment if one in own or one.in_blocks)
         self._num_scans = scans.number
         self._request = request
         self._progress = progress
@@ -273,9 +285,12 @@ class _Job:
                 self._progress.stage("preparing")
 
             def windows_done(done: int, total: int) -> None:
-                self._progress.windows_done(done, total)
+                self._progress.done(done, total)
                 self._group.note(done, f"window {done} of {scan.images[0]}")
 
+            if scan.in_blocks:
+                self._segment_blocks(scan, predictor)
+                return
             self._together.from_first(begin, shares_errors=True)
             scratch = self._scratch
             if scratch.is_memory:
@@ -293,6 +308,22 @@ class _Job:
         for path in {scan.beside(one) for one in ENDINGS} - {*scan.results(request)}:
             if os.path.lexists(path):
                 logger.warning("%s existed before and may belong to another segmentation", path)
+
+    def _segment_blocks(self, scan: Scan, predictor: Predictor) -> None:
+        """Take part in the segmentation of a large image."""
+        from unet3d.inference.block_prediction import segment_in_blocks  # needs zarr
+
+        self._progress.stage("preparing")
+        make_folder_of(scan.output)
+        is_complete = segment_in_blocks(
+            open_image(scan.images, self._scratch, scan.reading),
+            scan.output,
+            predictor,
+            self._request,
+            lambda done, total: self._progress.done(done, total, "block"),
+        )
+        if not is_complete:
+            self._progress.said(f"{scan.output}: this part is done, but others are not")
 
 
 def _start_ranks(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -181,9 +182,32 @@ class Predictor:
             keep_largest(labels[box], self._rules)
         return labels if is_seen else image.geometry.in_ras(labels)
 
+    def identity(self) -> dict[str, Any]:
+        """Return what the labels of an image depend on, for a comparison with other processes."""
+        weights = sha256()
+        for index in range(len(self._networks)):
+            for name, tensor in sorted(self._networks[index].model.items()):
+                weights.update(name.encode())
+                weights.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        described = self._networks.described
+        return {
+            "network": weights.hexdigest(),
+            "preparation": self.preprocessing.to_dict(),
+            "settings": [
+                [window_of(one), one.config.inference.overlap, one.mirrored_axes]
+                for one in described
+            ],
+            "precision": self._placed.precision,
+        }
+
     def prepared(self, image: Image) -> PreparedImage:
         """Return a large image, of which only statistics are read, for :meth:`segment_block`."""
         self._refuse_channels(image)
+        if self._rules:
+            raise VolumeError(
+                f"{image.geometry.path} cannot be segmented in blocks: the network keeps only the "
+                "largest component, for which it needs the whole; add --no-postprocessing"
+            )
         if any(one.kind == "z-score-inside" for one in self.preprocessing.channels):
             raise VolumeError(
                 f"{image.geometry.path} cannot be segmented in blocks: the network normalises "

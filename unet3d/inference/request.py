@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unet3d.config import Config, ParallelSettings, Reading, Spacing
 from unet3d.errors import ConfigError
@@ -37,6 +37,10 @@ class PredictionRequest(BaseModel):
     """Whether windows of constant intensity are skipped, such as air."""
     scratch: Path | None = None
     """Folder for unpacked scans and labels during prediction; None: they are in memory."""
+    block: Annotated[int, Field(ge=128, multiple_of=128)] | None = None
+    """Voxels along each side of a block of a large image; None: 512."""
+    part: tuple[int, int] | None = None
+    """A fixed share of the blocks, as number and total, counted from 1; None: any that are left."""
     goes_on: bool = False
     """Whether complete results are kept, also of a single scan, and incomplete ones replaced."""
     overwrite: bool = False

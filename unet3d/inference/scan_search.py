@@ -1,9 +1,11 @@
 """Finds the scans to segment, and existing results."""
 
 import functools
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -31,11 +33,15 @@ from unet3d.images.files import (
     written_suffix,
 )
 from unet3d.images.image import open_source
+from unet3d.images.ome_zarr import is_unfinished
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.scans import Scan, is_whole
+from unet3d.inference.scans import ENDINGS, Scan, is_whole
 
 ENDING = "_seg"
 """End of the name of a segmentation beside its scan, before the suffix."""
+
+MOST_VOXELS = 2**31
+"""Most voxels of a volume whose labels are written to a store as a whole, and not in blocks."""
 
 CHANNEL = re.compile(r"(.+)_\d{4}")
 """Name of the file of one channel, without its ending."""
@@ -85,7 +91,8 @@ def find_scans(
             place = _place(stem, images[0], output)
         else:
             place = output
-        scans.append(Scan(images=images, output=place, reading=reading))
+        in_blocks = _is_in_blocks(images[0], place, request)
+        scans.append(Scan(images=images, output=place, reading=reading, in_blocks=in_blocks))
     _refuse_collisions(scans, request)
     to_segment, kept, faults = [], [], []
     for case, scan in zip(groups, scans, strict=True):
@@ -156,7 +163,7 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     With ``--continue``, raise nothing unless all results exist and are complete.
     """
     results = scan.results(request)
-    existing = [path for path in results if os.path.lexists(path) and not _is_empty(path)]
+    existing = [path for path in results if os.path.lexists(path) and not _may_be_filled(path)]
     if existing == results and not (request.goes_on and not all(map(is_whole, results))):
         raise ResultExistsError(
             f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
@@ -209,6 +216,33 @@ def _refuse_irregular(path: Path) -> None:
         raise ConfigError(
             f"cannot write {path}: it is not a {kind}; remove it, or choose another --output"
         )
+
+
+def _is_in_blocks(image: Path, output: Path, request: PredictionRequest) -> bool:
+    """Return whether a scan is segmented in blocks: on request, or if its labels are large."""
+    asked = request.block is not None or request.part is not None
+    is_store = volume_suffix(output) in ZARR.suffixes
+    if asked and not is_store:
+        raise ConfigError(
+            f"{output} cannot be written in blocks; leave out --block and --part, or name a store, "
+            "such as -o result.ome.zarr"
+        )
+    is_large = False
+    if is_store and not asked:
+        with suppress(VolumeError):  # raised again when the scan is read
+            shape = open_source(image, request.reading()).geometry.shape
+            is_large = math.prod(shape) > MOST_VOXELS
+    if not asked and not is_large:
+        return False
+    beside = [f"--{name}" for name in ENDINGS if getattr(request, name)]
+    if beside:
+        raise ConfigError(f"{output} is written in blocks; leave out {' and '.join(beside)}")
+    return True
+
+
+def _may_be_filled(path: Path) -> bool:
+    """Return whether a path is an empty folder, or a store that processes are filling."""
+    return _is_empty(path) or (volume_suffix(path) in ZARR.suffixes and is_unfinished(path))
 
 
 def _is_empty(path: Path) -> bool:

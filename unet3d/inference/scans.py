@@ -56,6 +56,8 @@ class Scan(BaseModel):
     """The file of the segmentation."""
     reading: Reading = AS_STATED
     """What the user states about the images, and the spacing of the network."""
+    in_blocks: bool = False
+    """Whether any number of processes segment the image block by block."""
 
     def beside(self, option: str) -> Path:
         """Return the file that an option of :class:`PredictionRequest` asks for."""

@@ -11,6 +11,7 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -70,6 +71,11 @@ class Tasks:
     def done(self) -> set[str]:
         """Return the names of the tasks that are done."""
         return set(os.listdir(self._done))
+
+    def seconds_per_task(self, names: Collection[str]) -> float | None:
+        """Return the mean time between the ends of some tasks; None for fewer than two."""
+        times = [(self._done / name).stat().st_mtime for name in names]
+        return (max(times) - min(times)) / (len(times) - 1) if len(times) > 1 else None
 
     def at_work(self) -> dict[str, bool]:
         """Return for each claimed task whether its process is alive, as far as is known."""
