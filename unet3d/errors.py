@@ -71,7 +71,8 @@ def reason_of(error: OSError) -> str:
 
 def naming(path: object, error: Exception) -> str:
     """Return the message of an error about a file, which it names first or anywhere."""
-    return str(error) if str(path) in str(error) else f"{path}: {error}"
+    text = str(error)  # with both slashes of a URL, which pathlib shortens
+    return text if str(path) in text.replace("://", ":/") else f"{path}: {text}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -317,7 +317,10 @@ def test_the_result_of_a_url_is_in_the_current_folder(tmp_path):
     (scan,) = found_of([url], None, 1).to_segment
     assert scan.images == (url,) and scan.output == Path("a_seg.ome.zarr")
     (scan,) = found_of([Path("s3://bucket/key/6001240")], tmp_path, 1).to_segment
-    assert scan.output == tmp_path / "6001240.ome.zarr"
+    assert scan.output == tmp_path / "6001240.ome.zarr" and scan.name == "s3://bucket/key/6001240"
+    refuses(
+        [url], "https://h/a_seg.ome.zarr is not on this machine", Path("https://h/a_seg.ome.zarr")
+    )
 
 
 def test_nothing_is_written_into_a_store_or_in_place_of_one_that_holds_the_scan(tmp_path):

@@ -140,6 +140,8 @@ class _Remote:
                 f"reading {url} needs a package: {error}; for https and s3, pip install "
                 "'unet3d-parallel[remote]'"
             ) from error
+        except ValueError as error:
+            raise VolumeError(f"cannot read {url}: {error}; name a file, or a URL") from error
         self.name = self.name.rstrip("/")
         self._timeout_s: float | None = TIMEOUT_S
 
@@ -162,4 +164,9 @@ class _Remote:
     def opened(self) -> Any:
         """Return the file as one that is open, and reads ahead."""
         self.read(self.name, 0, 4)  # in time, or not at all
-        return self._files.open(self.name)
+        try:
+            return self._files.open(self.name)
+        except ValueError as error:
+            raise VolumeError(
+                f"{self.name} is at a server that does not send parts of files; download it"
+            ) from error

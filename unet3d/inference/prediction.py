@@ -180,7 +180,7 @@ class _Job:
         self._request = request
         self._progress = progress
         self._draw_preview = draw_preview
-        self._failures: list[Path] = []
+        self._failures: list[str] = []
         self._error: Unet3dError | OSError | None = None
         self._scratch = Scratch(request.scratch)
         self._ahead = ScansAhead(self._scans, self._scratch)
@@ -222,7 +222,7 @@ class _Job:
             else:
                 if self._together.is_first:
                     seconds = time.monotonic() - began
-                    self._progress.said(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
+                    self._progress.said(f"{scan.name} -> {scan.output} ({seconds:.1f} s)")
         self._together.from_first(lambda: None)  # wait while the first rank writes the last scan
 
     def end(self) -> Unet3dError | OSError | None:
@@ -232,9 +232,8 @@ class _Job:
         """
         failures = self._failures
         if self._is_dealt:
-            of_ranks = self._group.exchange([str(path) for path in failures])
-            is_first = self._group.is_first
-            failures = [Path(path) for paths in of_ranks for path in paths if is_first]
+            of_ranks = self._group.exchange(failures)
+            failures = [name for names in of_ranks for name in names if self._group.is_first]
         if self._error is None and failures:
             return DatasetError(
                 f"{len(failures)} of {self._num_scans} scans could not be segmented: "
@@ -248,16 +247,16 @@ class _Job:
         elif isinstance(error, ResultExistsError):
             self._keep(scan)
         elif isinstance(error, OSError):
-            self._fail(scan, f"{scan.images[0]}: {reason_of(error)}")
+            self._fail(scan, f"{scan.name}: {reason_of(error)}")
         else:  # one bad scan of a folder must not stop the others
             self._fail(scan, str(error))
 
     def _fail(self, scan: Scan, reason: str) -> None:
         self._progress.warned("Skipped", reason)
-        self._failures.append(scan.images[0])
+        self._failures.append(scan.name)
 
     def _keep(self, scan: Scan) -> None:
-        self._progress.said(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
+        self._progress.said(f"{scan.name} -> {scan.output} (kept; --overwrite replaces it)")
 
     def _segment(self, number: int, predictor: Predictor, checkpoints: Sequence[str]) -> None:
         """Write all results of a scan, or none."""
@@ -265,7 +264,7 @@ class _Job:
         image: Image | None = None
         npy: Path | None = None
         replaces = request.overwrite
-        with explaining_memory(str(scan.images[0])), ExitStack() as results:
+        with explaining_memory(scan.name), ExitStack() as results:
 
             def new(path: Path) -> Path:
                 return results.enter_context(result_file(path, replaces))
@@ -286,7 +285,7 @@ class _Job:
 
             def windows_done(done: int, total: int) -> None:
                 self._progress.done(done, total)
-                self._group.note(done, f"window {done} of {scan.images[0]}")
+                self._group.note(done, f"window {done} of {scan.name}")
 
             if scan.in_blocks:
                 self._segment_blocks(scan, predictor)

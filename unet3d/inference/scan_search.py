@@ -180,6 +180,9 @@ def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> Non
     sources = {os.path.realpath(file_of(image)) for scan in scans for image in scan.images}
     by_output: dict[str, Scan] = {}
     for scan in scans:
+        url = url_of(scan.output)
+        if url:
+            raise ConfigError(f"{url} is not on this machine; name a file or a folder with -o")
         if not can_be_written(scan.output):
             raise ConfigError(
                 f"{scan.output}: a segmentation ends in {' or '.join(WRITTEN_SUFFIXES)}; name "

@@ -18,7 +18,7 @@ from unet3d.atomic import make_folder, replacing
 from unet3d.config import Reading
 from unet3d.datasets.labels import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
-from unet3d.images.files import volume_stem
+from unet3d.images.files import url_of, volume_stem
 from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
@@ -58,6 +58,11 @@ class Scan(BaseModel):
     """What the user states about the images, and the spacing of the network."""
     in_blocks: bool = False
     """Whether any number of processes segment the image block by block."""
+
+    @property
+    def name(self) -> str:
+        """The path or URL of the first image, for messages."""
+        return url_of(self.images[0]) or str(self.images[0])
 
     def beside(self, option: str) -> Path:
         """Return the file that an option of :class:`PredictionRequest` asks for."""
