@@ -24,7 +24,7 @@ WORKDIR /opt/unet3d
 COPY pyproject.toml constraints.txt requirements-docker.lock ./
 RUN if python -c "import platform, sys; sys.exit((sys.version_info[:2], platform.machine()) != ((3, 12), 'x86_64'))"; \
     then pip install --require-hashes -r requirements-docker.lock; \
-    else python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], 'setuptools', sep='\n')" > requirements.txt \
+    else python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; extras = project['optional-dependencies']; print(*project['dependencies'], *extras['microscopy'], *extras['remote'], *extras['tensorboard'], 'setuptools', sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt; \
     fi
 

@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements-docker.lock"
 PYTHON = (3, 12)
+EXTRAS = ("microscopy", "remote", "tensorboard")
+"""Extras that the image has; the Dockerfile names them, too."""
 NEWEST_GLIBC = 36
 """Minor version of glibc 2 for which wheels may be built."""
 
@@ -60,11 +62,12 @@ def lock_text(installed: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Resolve the project's dependencies and the setuptools that builds it, and write the lock."""
+    """Resolve the image's dependencies and the setuptools that builds it, and write the lock."""
     if sys.version_info[:2] != PYTHON:
         sys.exit("the image has Python 3.12, and what it needs depends on that; use python3.12")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    LOCK.write_text(lock_text(resolved([*project["dependencies"], "setuptools"])))
+    of_extras = [one for extra in EXTRAS for one in project["optional-dependencies"][extra]]
+    LOCK.write_text(lock_text(resolved([*project["dependencies"], *of_extras, "setuptools"])))
 
 
 if __name__ == "__main__":
