@@ -106,6 +106,9 @@ def zarr_array(path):
         lengths = {a["name"].upper(): MM.get(a.get("unit", "mm"), 0) * scale for a, scale in known}
         return array[...], "".join(a["name"].upper() for a in axes), lengths
     names = getattr(node.metadata, "dimension_names", None)
+    with suppress(Exception):  # a level of a pyramid has the axes of its group
+        above = zarr.open_group(Path(path).parent, mode="r").attrs.asdict()
+        names = [axis["name"] for axis in above.get("ome", above)["multiscales"][0]["axes"]]
     return node[...], "".join(names or "TCZYX"[-node.ndim :]).upper(), {}
 
 
