@@ -407,3 +407,9 @@ def test_what_is_not_named_is_found_in_the_volumes(tmp_path):
     write_volume(root / "labelsTr/case_1.nii.gz", grey)
     with pytest.raises(DatasetError, match=r"case_1.nii.gz holds 84000 values; is it an image"):
         load_dataset(root)
+
+
+def test_volumes_on_servers_are_refused(tmp_path):
+    root = write_msd(tmp_path, training=[msd_entry(0, image="https://host/scan.ome.zarr")])
+    with pytest.raises(DatasetError, match="names 'https://host/scan.ome.zarr' on a server; copy"):
+        load_dataset(root)

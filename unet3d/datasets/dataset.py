@@ -39,7 +39,7 @@ from unet3d.datasets.folds import (
 from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
-from unet3d.images.files import SUFFIXES, file_of, store_around, volume_stem
+from unet3d.images.files import SUFFIXES, file_of, store_around, url_of, volume_stem
 from unet3d.images.source import AS_STATED
 from unet3d.inputs.plain_data import is_printable, shown
 
@@ -293,6 +293,11 @@ class _Description:
             raise DatasetError(
                 f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
                 "control characters"
+            )
+        if url_of(Path(text)):
+            raise DatasetError(
+                f"{self.path}: {where} names {shown(text)} on a server; copy it to this machine, "
+                "because training hashes and reads whole volumes"
             )
         return self.root / text
 

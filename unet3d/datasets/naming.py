@@ -5,7 +5,6 @@ short text without control characters, and no two labels share a name.
 """
 
 import logging
-import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from unet3d.datasets.folds import read_description
 from unet3d.datasets.labels import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region, ScoredLabels
 from unet3d.errors import ConfigError, DatasetError, counted, some
-from unet3d.images.files import file_of
+from unet3d.images.files import is_there
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
@@ -164,7 +163,7 @@ def _labels_found_in(cases: Sequence["Case"], path: Path) -> Labels:
     )
     found: set[int] = {0}
     for case in cases:
-        if not os.path.lexists(file_of(case.label)):  # is reported later
+        if not is_there(case.label):  # is reported later
             continue
         found.update(np.unique(read_label(case.label, case.reading.near(None)).array).tolist())
         if len(found) > MAX_CLASSES:

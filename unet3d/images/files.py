@@ -95,6 +95,11 @@ def file_of(path: Path) -> Path:
     return file_and_dataset(path)[0]
 
 
+def is_there(path: Path) -> bool:
+    """Return whether the file or folder of a volume exists; a server is not asked."""
+    return bool(url_of(path)) or os.path.lexists(file_of(path))
+
+
 def volume_suffix(path: Path) -> str:
     """Return the ending of a volume file in lower case; empty for any other file."""
     name = file_of(path).name.lower()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import (
-    file_of,
     is_collection,
     is_picture,
+    is_there,
     is_volume_file,
     is_volume_folder,
     stands_for_volume,
@@ -36,7 +36,7 @@ def find_pairs(
 ) -> FoundPairs:
     """Pair two files, or the files of folders by their names."""
     for path, of_path in ((predictions, reading), (labels, reading.near(None))):
-        if not file_of(path).exists():
+        if not is_there(path):
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
         if not _is_list(path):
             open_source(path, of_path)

@@ -15,6 +15,7 @@ from unet3d.errors import VolumeError, counted, some
 from unet3d.images.files import (
     file_of,
     is_store,
+    is_there,
     is_volume_file,
     members,
     volume_stem,
@@ -96,7 +97,7 @@ class _CaseCheck:
         self.findings: list[Finding] = []
         self.headers: dict[Path, Geometry] = {}
         for path in (*case.images, case.label):
-            if not os.path.lexists(file_of(path)):
+            if not is_there(path):
                 what = "has no label map: " if path == case.label else ""
                 self.error(f"{what}{path} is missing; {self._remedy(path)}")
             elif (image := self.read(opened, path)) is not None:
