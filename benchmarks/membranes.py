@@ -9,8 +9,9 @@ is only scored; ``--prepare`` writes nothing but that. Both programs read these 
 all four blocks: ours with ``--config``, on ``--device`` with the cores of ``--threads``; nnU-Net
 with its own plan, 3d_fullres, on ``--nnunet-device`` with all cores.
 
-With ``--minutes`` a short training run of each measures an epoch, and the number of epochs follows,
-as in ``quality.py``. Without it, ours trains as configured, and nnU-Net does not run. Then the
+With ``--minutes`` both train for that time, without the preparation of data: the number of our
+epochs follows from a short training run, nnU-Net's from its second epoch. Without it, ours trains
+as configured, and nnU-Net does not run. ``--config none`` trains ours with its defaults. Then the
 commands of both segment the last planes, with and without mirror images. The Dice is computed here
 from the files.
 """
@@ -31,12 +32,10 @@ from common import devices_named, new_parser, one_device, write_record
 from nnunet import command_of_nnunet
 from numpy.typing import NDArray
 from quality import (
+    NNUNET_EPOCHS,
     NUM_TIMED_EPOCHS,
     TOOLS,
-    WAYS,
     epochs_of,
-    nnunet_num_epochs,
-    our_num_epochs,
     seconds_of,
     train,
     unet3d,
@@ -47,6 +46,8 @@ from unet3d.distributed.ranks import num_cores
 
 NUM_TRAINED = 120
 """Planes to train on; the others are scored."""
+WAYS = {"plain": "--no-tta", "mirrored": "--tta"}
+"""Both predict with and without mirror images: the option of ``unet3d predict``."""
 SPACING_MM = (1e-5, 1e-5, 1e-5)
 CONFIG = Path(__file__).parent.parent / "configs" / "em-membranes.yaml"
 
@@ -55,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, help="of each training run")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="of ours")
+    parser.add_argument("--config", type=config, default=CONFIG, help="of ours, or none")
     parser.add_argument("--epochs", type=int, help="of ours; default: by --minutes, else its own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
@@ -67,6 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=TOOLS, help="train only one of the two")
     parser.add_argument("--keep", type=Path, help="leave all files in this new folder")
     return parser
+
+
+def config(text: str) -> Path | None:
+    """Return the path of a configuration, or none."""
+    return None if text == "none" else Path(text)
 
 
 def prepare(folder: Path, dataset: Path) -> None:
@@ -133,11 +139,19 @@ def cores(number: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def our_num_epochs(arguments: argparse.Namespace, run: Path) -> int:
+    """Return the number of epochs that ``unet3d train`` completes in the minutes."""
+    whole = train(arguments, "none", arguments.device, NUM_TIMED_EPOCHS, run)
+    seconds = [epoch["seconds"] for epoch in epochs_of(run)]
+    left = 60 * arguments.minutes - (whole - sum(seconds))
+    return max(1, int(left / seconds[-1]))
+
+
 def ours(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train unet3d, and score it."""
     num_epochs = arguments.epochs
     if num_epochs is None and arguments.minutes is not None:
-        num_epochs = our_num_epochs(arguments, "none", arguments.device, folder)
+        num_epochs = our_num_epochs(arguments, folder / "timed")
     run = folder / "run"
     row: dict[str, Any] = {
         "train_seconds": train(arguments, "none", arguments.device, num_epochs, run),
@@ -145,9 +159,9 @@ def ours(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "scores": {},
     }
     images = arguments.dataset / "imagesTs"
-    for way, options in WAYS.items():
+    for way, option in WAYS.items():
         out = folder / way
-        said = ["predict", images, "-o", out, "--checkpoint", run, *options]
+        said = ["predict", images, "-o", out, "--checkpoint", run, option]
         taken = unet3d(*said, "--no-postprocessing", "--devices", arguments.device)
         row["scores"][way] = {**scores(out, arguments.dataset), "predict_seconds": taken}
     return row
@@ -157,25 +171,27 @@ def nnunet(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train nnU-Net on all cases, and score it; or return a ``reason`` why not."""
     device = arguments.nnunet_device
 
-    def request(num_epochs: int) -> nnunet_process.Request:
-        return nnunet_process.request_of(
-            load_dataset(arguments.dataset),
-            (),
-            str(devices_named((device,))[0]),
-            min(12, num_cores()),  # as by nnU-Net's own default
-            raw=str(arguments.dataset),
-            fit=nnunet_process.Fit(num_epochs=num_epochs, steps_per_epoch=arguments.nnunet_steps),
-        )
-
-    num_epochs = nnunet_num_epochs(request(NUM_TIMED_EPOCHS), arguments.minutes, folder / "timed")
-    row = nnunet_process.ask(request(num_epochs), folder)
+    fit = nnunet_process.Fit(
+        num_epochs=NNUNET_EPOCHS,
+        steps_per_epoch=arguments.nnunet_steps,
+        seconds=60 * arguments.minutes,
+    )
+    request = nnunet_process.request_of(
+        load_dataset(arguments.dataset),
+        (),
+        str(devices_named((device,))[0]),
+        min(12, num_cores()),  # as by nnU-Net's own default
+        raw=str(arguments.dataset),
+        fit=fit,
+    )
+    row = nnunet_process.ask(request, folder)
     if "reason" in row:
         return row
     row["scores"] = {}
     images, model = arguments.dataset / "imagesTs", Path(row.pop("model"))
-    for way, options in WAYS.items():
-        out = folder / way
-        said = command_of_nnunet(model, images, out, device, folds=("all",), mirrored=bool(options))
+    for way in WAYS:
+        out, mirrored = folder / way, way == "mirrored"
+        said = command_of_nnunet(model, images, out, device, folds=("all",), mirrored=mirrored)
         taken = seconds_of(*said)
         row["scores"][way] = {**scores(out, arguments.dataset), "predict_seconds": taken}
     return row

@@ -72,6 +72,8 @@ class Fit:
     """Epochs of training; nnU-Net's default is 1000."""
     steps_per_epoch: int
     """Steps of an epoch; nnU-Net's default is 250."""
+    seconds: float | None = None
+    """Time of training, from which fewer epochs follow after the second one; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,27 +309,40 @@ def fit(request: Request, asked: Fit) -> dict[str, Any]:
         "prepare_seconds": prepare_seconds,
         "train_seconds": time.perf_counter() - began,
         "epoch_seconds": seconds,
-        "num_epochs": asked.num_epochs,
+        "num_epochs": len(seconds),
         "patch": trainer.configuration_manager.patch_size[::-1],
         "batch_size": trainer.configuration_manager.batch_size,
         "model": str(Path(trainer.output_folder).parent),
     }
 
 
+class _Finished(Exception):
+    """Ends nnU-Net's loop over epochs, whose number is fixed when it begins."""
+
+
 def train(request: Request, asked: Fit) -> tuple[Any, list[float]]:
     """Return a finished trainer, and the seconds of each epoch."""
     trainer = make_trainer(request)
-    trainer.num_epochs = asked.num_epochs
+    trainer.num_epochs = num_epochs = asked.num_epochs
     trainer.num_iterations_per_epoch = asked.steps_per_epoch
     seconds: list[float] = []
     end_epoch, began = trainer.on_epoch_end, time.perf_counter()
 
     def timed_end() -> None:
+        nonlocal num_epochs
         end_epoch()
         seconds.append(time.perf_counter() - began - sum(seconds))
+        if asked.seconds is not None and len(seconds) == 2:
+            left = asked.seconds - sum(seconds)
+            num_epochs = min(num_epochs, 2 + max(0, int(left / seconds[-1])))
+            trainer.lr_scheduler.max_steps = num_epochs  # so that the learning rate ends at 0
+        if len(seconds) == num_epochs:
+            raise _Finished
 
     trainer.on_epoch_end = timed_end
-    trainer.run_training()
+    with suppress(_Finished):
+        trainer.run_training()
+    trainer.on_train_end()
     return trainer, seconds
 
 

@@ -174,14 +174,12 @@ def epochs_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def our_num_epochs(
-    arguments: argparse.Namespace, fold: int | str, device: str, folder: Path
-) -> int:
+def our_num_epochs(arguments: argparse.Namespace, fold: int, device: str, folder: Path) -> int:
     """Return the number of epochs that ``unet3d train`` completes in the minutes."""
     train(arguments, fold, device, NUM_TIMED_EPOCHS, folder / "timed")
     config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
     last = epochs_of(folder / "timed")[-1]
-    validation = last.get("validation_seconds", 0) / config["training"]["validate_every"]
+    validation = last["validation_seconds"] / config["training"]["validate_every"]
     # A second run measures the rest: start, planning, compilation, validation.
     whole = train(arguments, fold, device, 1, folder / "started")
     beside = whole - epochs_of(folder / "started")[-1]["seconds"]

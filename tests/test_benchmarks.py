@@ -158,7 +158,7 @@ def test_membranes_are_learned_from_real_planes_and_scored_on_others(
 ):
     """In a twentieth of the steps of the configuration, for which 0.4 is no more than a start."""
     pytest.importorskip("tifffile")
-    monkeypatch.setattr(load("membranes"), "WAYS", {"plain": ()})
+    monkeypatch.setattr(load("membranes"), "WAYS", {"plain": "--no-tta"})
     short = "--epochs 3 --set training.steps_per_epoch=25 --set model.base_channels=8"
     record, table = run("membranes", f"'{test_data / 'microscopy'}' {short} --threads 2")
     row = record["rows"]["unet3d"]
