@@ -326,6 +326,11 @@ def test_a_lost_file_of_written_labels_is_an_error(tmp_path):
         assert f"lacks its file {path}/{lost}; write it again" in refusal(path, open_image)
         (path / lost).write_bytes(content)
     image = open_image(path)
+    changed(path, lambda found: found["attributes"]["unet3d"].update(is_complete=False))
+    for part in (path, path / "1"):
+        assert "is incomplete; run the command that writes it to its end" in refusal(
+            part, open_image
+        )
     (path / "0" / "c" / "0" / "0" / "0").unlink()
     with pytest.raises(VolumeError, match="lacks its file c/0/0/0; write or copy it again"):
         image.read()

@@ -180,10 +180,11 @@ class _Node:
         return found
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the store says that it has all of its files."""
+    def is_complete(self) -> bool | None:
+        """Whether a store that is written here has all of its files; None for other stores."""
         ours = self.attributes.get("unet3d")
-        return isinstance(ours, dict) and ours.get(COMPLETE) is True
+        found = ours.get(COMPLETE) if isinstance(ours, dict) else None
+        return found if isinstance(found, bool) else None
 
 
 def _object(found: Any) -> Any:
@@ -255,7 +256,11 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
         raise ValueError(f"the unit {shown(units[mm.index(None)])} is not one of length")
     else:
         spacings = scales * mm
-    if group.is_whole:
+    if group.is_complete is False:
+        raise VolumeError(
+            f"{files.volume} is incomplete; run the command that writes it to its end"
+        )
+    if group.is_complete:
         _refuse_lost_files(levels)
     number = _chosen(files, spacings, reading, is_known) if named is None else named
     array = _library(f"reading {files.volume}", "zarr_store").open_array(
@@ -263,7 +268,7 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
         levels[number].name,
         levels[number].zarr_format,
         is_sparse="image-label" in group.ome,
-        is_whole=group.is_whole,
+        is_whole=bool(group.is_complete),
     )
     time = point_in_time(files.volume, shape[names.index("t")] if "t" in names else 1, reading)
     voxels = ChunkedVoxels(files.volume, array, names, array.chunks, time)
@@ -401,8 +406,7 @@ def label_names(path: Path) -> dict[int, str]:
 def is_unfinished(path: Path) -> bool:
     """Return whether a path is a store of labels that processes of unet3d are filling."""
     with suppress(Exception):  # of another program, or damaged
-        ours = plain_json((path / "zarr.json").read_bytes())["attributes"]["unet3d"]
-        return ours[COMPLETE] is False
+        return _root(StoreFiles(path)).is_complete is False
     return False
 
 
