@@ -25,6 +25,7 @@ from unet3d.images.files import (
     is_volume_file,
     is_volume_folder,
     members,
+    module_of,
     stands_for_volume,
     store_around,
     url_of,
@@ -33,7 +34,6 @@ from unet3d.images.files import (
     written_suffix,
 )
 from unet3d.images.image import open_source
-from unet3d.images.ome_zarr import is_unfinished
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import ENDINGS, Scan, is_whole
 
@@ -245,7 +245,8 @@ def _is_in_blocks(image: Path, output: Path, request: PredictionRequest) -> bool
 
 def _may_be_filled(path: Path) -> bool:
     """Return whether a path is an empty folder, or a store that processes are filling."""
-    return _is_empty(path) or (volume_suffix(path) in ZARR.suffixes and is_unfinished(path))
+    is_store = volume_suffix(path) in ZARR.suffixes
+    return _is_empty(path) or (is_store and module_of(ZARR).is_unfinished(path))
 
 
 def _is_empty(path: Path) -> bool:
