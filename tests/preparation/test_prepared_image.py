@@ -11,7 +11,7 @@ from scipy import ndimage
 from tests.images.samples import held_image
 from tests.products import pairwise
 from unet3d.errors import VolumeError
-from unet3d.preparation import interpolation
+from unet3d.preparation import interpolation, normalization
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage, inside_mask, nonzero_box
 from unet3d.preparation.resample import Interpolation
@@ -220,3 +220,18 @@ def test_clipped_integers_are_prepared_without_reading_them_first(monkeypatch):
         floats = array.astype(np.float32)
         floats[0, 1, 2, 3] = np.nan
         PreparedImage(held_image(floats), plan(None, Interpolation(), [how]))
+
+
+def test_what_a_sample_does_not_show_is_found_when_it_is_read(monkeypatch):
+    monkeypatch.setattr(normalization, "LARGE_VOXELS", 1000)
+    array = noise((20, 30, 40))
+    array[0, 19, 29, 39] = np.nan  # a corner, which no box of the sample has
+    image = held_image(array, spacing_mm=(1e-4,) * 3)
+    monkeypatch.setattr(normalization, "BOX_SHAPE", (2, 2, 2))
+    for kind in ("z-score", "none"):
+        prepared = PreparedImage(
+            image, plan(None, Interpolation(), [ChannelNormalization(kind=kind)])
+        )
+        prepared.planes(0, 0, 19)
+        with pytest.raises(VolumeError, match="held has voxels that are NaN or infinite"):
+            prepared.planes(0, 15, 20)

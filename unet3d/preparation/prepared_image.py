@@ -66,6 +66,7 @@ class PreparedImage:
         interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
         slice_axis = interpolation.slice_axis(spacing_mm, target_mm)
         clips = interpolation.clips and not is_large(image)
+        self._may_be_nan = image.dtype.kind == "f" and is_large(image)  # a sample was measured
         is_masked = [how.kind == "z-score-inside" for how in channels]
         with explaining_memory("the image cannot be prepared"):
             self._inside = inside_mask(image) if any(is_masked) else None
@@ -162,6 +163,11 @@ class PreparedImage:
         """Return some planes of the image itself, normalised."""
         box = self._image.planes(axis, source)
         image = self._image.on_device(box, device)
+        if self._may_be_nan and not bool(image.isfinite().all()):
+            raise VolumeError(
+                f"{self._image.geometry.path} has voxels that are NaN or infinite; replace them, "
+                "for example by 0"
+            )
         inside = None if self._inside is None else torch.from_numpy(self._inside[box]).to(device)
         for channel, scaling in zip(image, self._scalings, strict=True):
             scaling.apply_(channel, inside)
