@@ -3,7 +3,9 @@
 import numpy as np
 from scipy import ndimage
 
-from unet3d.reports.planes import Structure, survey, visible_box
+from tests.resident import resident_kib
+from unet3d.images.scratch import Scratch
+from unet3d.reports.planes import Structure, plane_of, survey, visible_box
 
 SHAPE = (20, 30, 12)
 A, B = Structure(name="a", values=(3,)), Structure(name="b", values=(7,))
@@ -46,6 +48,18 @@ def test_of_equal_planes_the_middle_one_is_taken_and_regions_count_all_their_val
     np.save(tmp_path / "labels.npy", made())
     mapped = np.load(tmp_path / "labels.npy", mmap_mode="r")
     assert survey(mapped, [A, B]).position == survey(made(), [A, B]).position == (7, 13, 5)
+
+
+def test_few_pages_of_a_mapped_map_are_in_memory(tmp_path):
+    labels = Scratch(tmp_path).empty((300, 256, 128), "u1", "labels", "F")
+    labels[...] = np.arange(128) % 5
+    survey(labels, [A])
+    for axis in range(3):
+        np.testing.assert_array_equal(
+            plane_of(labels, axis, 7), np.moveaxis(np.asarray(labels), axis, 0)[7]
+        )
+        plane_of(labels, axis, 8)
+        assert resident_kib(tmp_path) < 1000
 
 
 def test_nothing_is_found_in_the_middle():

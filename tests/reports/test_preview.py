@@ -93,6 +93,21 @@ def test_a_structure_is_outlined_where_it_is_on_the_intensities_of_the_plane():
         assert axes.get_title(loc="left") == title
 
 
+def test_of_a_large_plane_every_few_voxels_are_drawn_in_the_same_place(monkeypatch):
+    monkeypatch.setattr("unet3d.reports.preview.MAX_PIXELS", 10)
+    figure = preview_figure(made())
+    steps = (2, 2, 2)
+    for name, axes in panels(figure).items():
+        (contour,) = outlines(axes)
+        expected = [end * SPACING_MM[axis] for axis in SIDES[name] for end in BOX[axis]]
+        assert extent_mm(contour) == pytest.approx(expected, abs=2 * max(SPACING_MM))
+        (drawn,) = axes.images
+        width, height = (SHAPE[axis] * SPACING_MM[axis] for axis in SIDES[name])
+        assert drawn.get_extent() == [0, width, 0, height]
+        shape = [-(-SHAPE[axis] // steps[axis]) for axis in SIDES[name]]
+        assert drawn.get_array().T.shape == tuple(shape)
+
+
 def test_letters_say_which_way_axes_run():
     """X grows to the right, Y to the front and Z to the top, and the largest places are known."""
     largest, smallest = "RAS", "LPI"

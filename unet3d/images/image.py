@@ -192,6 +192,14 @@ class Image:
         parts = [one.read(place) for one in channels]
         return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
+    def stored(self, box: Box) -> npt.NDArray[Any]:
+        """Return a box of all channels as the numbers that are stored, (X, Y, Z, C)."""
+        place = self._placed(box)
+        found = np.stack([one.stored(place) for one in self._channels], axis=-1)
+        for source in self._sources:
+            source.forget()
+        return found
+
     def whole(self) -> npt.NDArray[np.float32]:
         """Return all voxels in memory, (C, X, Y, Z) and C-contiguous."""
         self.load()

@@ -18,7 +18,7 @@ from unet3d.images.geometry import RAS, Geometry, axes_between
 from unet3d.images.image import open_source
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.images.scratch import LARGE_BYTES, parts
-from unet3d.images.source import AS_STATED, Reading
+from unet3d.images.source import AS_STATED, Reading, Source
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
@@ -41,8 +41,12 @@ def read_label(path: Path | str, reading: Reading = AS_STATED) -> LabelMap:
     Its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type that holds its
     values, or the smallest signed one if some are negative.
     """
-    source = open_source(Path(path), reading)
-    geometry = source.geometry
+    return label_of(open_source(Path(path), reading))
+
+
+def label_of(source: Source) -> LabelMap:
+    """Read the label map of an opened file, as :func:`read_label` does."""
+    path, geometry = source.path, source.geometry
     if geometry.num_channels != 1:
         raise VolumeError(
             f"{path} has {geometry.num_channels} channels; a label map needs one label per voxel"
@@ -59,7 +63,7 @@ def read_label(path: Path | str, reading: Reading = AS_STATED) -> LabelMap:
         if source.is_scaled:
             stored = apply_read_scaling(stored, source.slope, source.inter)
         if stored.dtype.kind == "f":
-            stored = _whole_numbers(Path(path), stored)
+            stored = _whole_numbers(path, stored)
         array = np.array(geometry.in_ras(stored), dtype=_smallest_type(stored), order="C")
     return LabelMap(array=array, geometry=geometry)
 

@@ -80,6 +80,15 @@ def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
     )
 
 
+def plane_of(labels: Labels, axis: int, index: int) -> Labels:
+    """Return a copy of one plane along an axis."""
+    plane = np.moveaxis(labels, axis, 0)[index]
+    copied = np.empty(plane.shape, labels.dtype)
+    for part in parts(plane, part_bytes=1):  # one line at a time, which may lie in many pages
+        copied[part] = plane[part]
+    return copied
+
+
 def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, Ends, Ends]:
     """Return the visible part along X, Y and Z: the structures of all maps, with a margin."""
     boxes = [found.box for found in surveys if found.box is not None]

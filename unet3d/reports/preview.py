@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
-from unet3d.images.geometry import voxel_mm3
+from unet3d.images.geometry import Geometry, voxel_mm3
 from unet3d.images.image import Image
 from unet3d.images.units import Units
 from unet3d.reports.figures import LABELS, drawable, save_figure
-from unet3d.reports.planes import VIEWS, Structure, Survey, View, survey, visible_box
+from unet3d.reports.planes import VIEWS, Structure, Survey, View, plane_of, survey, visible_box
 from unet3d.reports.tables import score
 
 PERCENTILES = (1.0, 99.0)
@@ -42,6 +42,8 @@ DIM = "#6B6B6B"
 MAX_INCHES, MIN_INCHES = 7.6, 0.15
 """Largest width of both columns of planes together, and largest height of both rows; smallest size
 of a plane that is nearly a line."""
+MAX_PIXELS = 2048
+"""Most voxels along a side of a plane to draw; of a larger one, every few voxels are drawn."""
 LEGEND_INCHES, LINE_INCHES = (3.6, 5.2), 0.24
 """Width of the legend, without and with true labels, and the distance of its lines."""
 SIDE, ABOVE, BELOW, GAP = 0.35, 1.05, 0.6, 0.85
@@ -110,15 +112,19 @@ def preview_figure(preview: Preview) -> Figure:
             "hspace": 2 * GAP / sum(heights),
         },
     )
-    planes = [preview.image.plane(view.across, guide.position[view.across]) for view in VIEWS]
+    steps = [-(-size // MAX_PIXELS) for size in geometry.shape]
+    planes = [
+        preview.image.plane(view.across, guide.position[view.across])[_thin(view, steps)]
+        for view in VIEWS
+    ]
     window = _window(planes)
     seen: set[int] = set()
     for axes, view, shown in zip((*upper, lower[0]), VIEWS, planes, strict=True):
         index = guide.position[view.across]
-        _draw_image(axes, view, shown, geometry.spacing_mm, window)
+        _draw_image(axes, view, shown, geometry, window)
         for labels, style in maps:
-            plane = np.asarray(np.moveaxis(labels, view.across, 0)[index])
-            seen |= _outline(axes, view, plane, preview, style)
+            plane = plane_of(labels, view.across, index)[_thin(view, steps)]
+            seen |= _outline(axes, view, plane, preview, style, steps)
         across, up = shown_mm[view.horizontal], shown_mm[view.vertical]
         is_line = min(across[1] - across[0], up[1] - up[0]) * inches_per_mm < MIN_INCHES
         axes.set_aspect("auto" if is_line else "equal", anchor="NW")
@@ -155,12 +161,12 @@ def _draw_image(
     axes: Axes,
     view: View,
     plane: npt.NDArray[Any],
-    spacing_mm: Sequence[float],
+    geometry: Geometry,
     window: tuple[float, float],
 ) -> None:
     width, height = (
-        size * spacing_mm[axis]
-        for size, axis in zip(plane.shape, (view.horizontal, view.vertical), strict=True)
+        geometry.shape[axis] * geometry.spacing_mm[axis]
+        for axis in (view.horizontal, view.vertical)
     )
     axes.imshow(
         plane.T,
@@ -174,10 +180,17 @@ def _draw_image(
     axes.set_facecolor("black")
 
 
-def _outline(axes: Axes, view: View, plane: Labels, preview: Preview, style: Any) -> set[int]:
+def _thin(view: View, steps: Sequence[int]) -> tuple[slice, slice]:
+    """Return which voxels of a plane are drawn."""
+    return slice(None, None, steps[view.horizontal]), slice(None, None, steps[view.vertical])
+
+
+def _outline(
+    axes: Axes, view: View, plane: Labels, preview: Preview, style: Any, steps: Sequence[int]
+) -> set[int]:
     """Draw the outlines of the structures in a plane, and return the structures' indices."""
     x_mm, y_mm = (
-        (np.arange(size + 2) - 0.5) * preview.image.geometry.spacing_mm[axis]
+        (np.arange(size + 2) - 0.5) * steps[axis] * preview.image.geometry.spacing_mm[axis]
         for size, axis in zip(plane.shape, (view.horizontal, view.vertical), strict=True)
     )
     there = set(np.unique(plane).tolist())

@@ -38,6 +38,18 @@ def files(tmp_path):
     return write_volume(tmp_path / "scan_seg.nii.gz", labels, SPACING_MM), scan
 
 
+def test_a_large_volume_is_shown_with_fewer_voxels_and_the_page_says_so(files, monkeypatch):
+    monkeypatch.setattr("unet3d.images.fitting.MOST_VOXELS", 2000)
+    page = Page(segmentation_page(*files))
+    assert_closed(page)
+    said = "12x10x16 of 24x20x16 voxels"
+    assert f"This volume is large: {said} are shown and measured." in page.text
+    image, labels = scan_and_labels()
+    inside = image[::2, ::2][labels[::2, ::2] == 2].astype(np.float64)
+    assert page.cells("label 2", 1)[4:6] == [str(inside.size), f"{inside.mean():.4g}"]
+    assert volume_of(page, "viewer-image").shape == (12, 10, 16)
+
+
 def volume_of(page, name):
     return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(page.data[name])))
 

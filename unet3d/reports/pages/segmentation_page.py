@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.images.geometry import same_grid
-from unet3d.images.image import Image, open_image, open_source
+from unet3d.images.fitting import open_fitting
+from unet3d.images.image import Image
 from unet3d.images.label_names import read_label_names
-from unet3d.images.labels import LabelMap, on_grid_of, read_label
+from unet3d.images.labels import LabelMap
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.source import AS_STATED, Reading
 from unet3d.images.units import Units
@@ -54,19 +55,12 @@ def segmentation_page(
     Names of labels are taken from the segmentation's header unless they are given. Raises
     VolumeError if a file cannot be read, the grids differ, the segmentation is not a label map, or
     memory does not suffice. ``reading`` is what the user states about both; a scan with several
-    levels is read at the one of the segmentation.
+    levels is read at the one of the segmentation. Of large volumes, a coarser level or every few
+    voxels are shown.
     """
-    segmented = open_source(segmentation, reading).geometry
-    scan = open_image(image, reading=reading.near(segmented.spacing_mm))
-    disagreement = same_grid(segmented, scan.geometry)
-    if disagreement is not None:
-        raise VolumeError(
-            f"{segmentation} and {image} do not lie on one grid: {disagreement}; name the scan "
-            "that was segmented"
-        )
     with explaining_memory(f"cannot show {segmentation}"):
-        labels = on_grid_of(scan.geometry, read_label(segmentation, reading))
-        return _page(_statistics(scan, labels, names), scan, labels)
+        labels, scan, shape = open_fitting(segmentation, image, reading)
+        return _page(_statistics(scan, labels, names), scan, labels, shape)
 
 
 def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) -> dict[str, Any]:
@@ -87,7 +81,7 @@ def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) 
     return label_statistics(labels.array, scan, named)
 
 
-def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
+def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap, whole_shape: Shape) -> str:
     geometry, image = scan.geometry, scan.read(channel=0)[0]
     units = Units.of(geometry.spacing_mm)
     steps = steps_for(geometry.shape, geometry.spacing_mm)
@@ -100,12 +94,16 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
     preview = Preview(
         title=geometry.path.name, image=scan, labels=labels.array, structures=structures
     )
+    measured, notes = "all voxels", []
+    if geometry.shape != whole_shape:
+        measured = f"{times(geometry.shape)} of {times(whole_shape)} voxels"
+        notes.append(f"This volume is large: {measured} are shown and measured.")
     return render(
         "segmentation.html",
         styles=["templates/page.css", "templates/viewer.css"],
         scripts=[NIIVUE, "templates/viewer.js"],
         title=labels.geometry.path.name,
-        notes=[],
+        notes=notes,
         rows=rows,
         # Shown without the viewer, and in print.
         picture=drawing_of(preview_figure(preview), "png"),
@@ -127,6 +125,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         views=ANATOMICAL_VIEWS if geometry.is_anatomical else ARRAY_VIEWS,
         is_anatomical=geometry.is_anatomical,
         is_reduced=max(steps) > 1,
+        measured=measured,
         steps=times(steps),
         shape=times(geometry.shape),
         shown_shape=times(reduced.shape),
@@ -134,7 +133,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         facts=[
             ("segmentation", str(labels.geometry.path)),
             ("scan", str(geometry.path)),
-            ("voxels", times(geometry.shape)),
+            ("voxels", times(whole_shape)),
             ("spacing", units.spacing_text(geometry.spacing_mm)),
         ],
         niivue=resource(NIIVUE).partition(",")[0].removeprefix("// "),
