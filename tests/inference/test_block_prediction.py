@@ -18,6 +18,7 @@ zarr = pytest.importorskip("zarr")
 
 from tests.images.orientations import turn_to  # noqa: E402
 from tests.images.samples import noise, write_volume  # noqa: E402
+from tests.inference.block_labels import SHAPE, labels_of  # noqa: E402
 from tests.networks import write_checkpoint  # noqa: E402
 from unet3d.images.image import open_image  # noqa: E402
 from unet3d.images.label_names import read_label_names  # noqa: E402
@@ -25,14 +26,6 @@ from unet3d.images.label_store import LabelStore  # noqa: E402
 from unet3d.images.labels import read_label  # noqa: E402
 from unet3d.inference import block_prediction  # noqa: E402
 from unet3d.inference.block_prediction import Part, Status, fill, status, work_folder  # noqa: E402
-
-SHAPE = (300, 200, 260)
-
-
-def labels_of(box):
-    """Return labels that tell every voxel from its neighbours."""
-    x, y, z = (np.arange(part.start, part.stop) for part in box)
-    return (x[:, None, None] * 7 + y[:, None] * 13 + z * 29).astype(np.uint8)
 
 
 def new_store(path):
@@ -183,7 +176,7 @@ def test_what_blocks_cannot_do_is_refused(trained, tmp_path, options, message):
 WORKER = """
 import sys, time
 from pathlib import Path
-from tests.inference.test_block_prediction import labels_of
+from tests.inference.block_labels import labels_of
 from unet3d.inference import block_prediction
 block_prediction.POLL_SECONDS = 0.05
 def compute(box):
