@@ -159,6 +159,12 @@ def test_an_atlas_of_many_labels_is_no_image(tmp_path):
     assert len(evaluate(path, path).labels) == 124
 
 
+def test_instances_are_not_scored_one_by_one(tmp_path):
+    path = write(tmp_path / "a.nii", np.arange(22**3, dtype=np.uint16).reshape(22, 22, 22))
+    with pytest.raises(VolumeError, match="10648 different values, more than 10000; name a label"):
+        evaluate(path, path)
+
+
 @pytest.mark.parametrize(
     ("ignore", "message"),
     [(None, "nothing to compare"), (1, "outside of the ignore label 1; there is nothing to")],

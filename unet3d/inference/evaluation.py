@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_VALUES_OF_ONE_SIDE = 100
 """Most values that only one of two label maps may have; more must be grey values of an image."""
 
+MAX_VALUES = 10_000
+"""Most values of a label map; each is measured alone, in a second for a volume of 512^3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CaseScores:
@@ -262,6 +265,11 @@ def _compare(
 def _refuse_image(
     path: Path, values: npt.NDArray[Any], partner: Path, partner_values: npt.NDArray[Any]
 ) -> None:
+    if len(values) > MAX_VALUES:
+        raise VolumeError(
+            f"{path} holds {len(values)} different values, more than {MAX_VALUES}; name a label "
+            "map of classes, not of instances"
+        )
     num_unknown = len(np.setdiff1d(values, partner_values))
     if num_unknown > MAX_VALUES_OF_ONE_SIDE:
         raise VolumeError(

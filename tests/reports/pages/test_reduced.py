@@ -100,6 +100,13 @@ def test_a_few_bright_voxels_in_nothing_are_seen():
         assert np.allclose(file_of(same.nifti).get_fdata(), value)
 
 
+def test_gaps_in_an_image_are_black():
+    image = np.random.default_rng(1).uniform(0, 255, (8, 8, 8)).astype(np.float32)
+    image[0], image[1, 0, 0] = np.nan, np.inf
+    shown = file_of(greys_of(image, np.eye(4)).nifti).get_fdata()
+    assert (shown[0] < 1).all() and np.abs(shown[2:] - image[2:]).max() < 1
+
+
 @pytest.mark.parametrize("kind", [np.uint8, np.uint64])
 def test_labels_are_numbered_in_the_order_of_their_values(kind):
     top = int(np.iinfo(kind).max)

@@ -176,8 +176,18 @@ def test_an_empty_segmentation_and_several_channels_say_so(tmp_path):
 )
 def test_what_is_no_segmentation_of_the_scan_is_refused(files, array, words):
     wrong = write_volume(files[0].with_name("wrong.nii.gz"), array, SPACING_MM)
+    refuses(wrong, files[1], words)
+
+
+def test_labels_that_javascript_cannot_count_are_refused(files):
+    wrong, affine = files[0].with_name("wrong.nii.gz"), np.diag([*SPACING_MM, 1.0])
+    nib.save(nib.Nifti1Image(np.full(SHAPE, 2**60), affine, dtype=np.int64), wrong)
+    refuses(wrong, files[1], (f"from {2**60} to {2**60}", "from 0 to 2^53"))
+
+
+def refuses(wrong, image, words):
     with pytest.raises(VolumeError) as caught:
-        segmentation_page(wrong, files[1])
+        segmentation_page(wrong, image)
     assert "\n" not in str(caught.value) and str(wrong) in str(caught.value)
     for word in words:
         assert word in str(caught.value)

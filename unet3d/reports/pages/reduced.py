@@ -94,6 +94,10 @@ def middles(labels: npt.NDArray[Any], steps: Sequence[int]) -> npt.NDArray[Any]:
 
 def greys_of(image: npt.NDArray[np.float32], affine: Affine) -> Greys:
     """Return intensities (X, Y, Z), with an affine (4, 4), for a page."""
+    if not np.isfinite(image).all():  # gaps of a mosaic, for example
+        known = image[np.isfinite(image)]
+        low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
+        image = np.nan_to_num(image, nan=low, posinf=high, neginf=low)
     ends = [*GREY_PERCENTILES, *SHOWN_PERCENTILES]
     lowest, highest, black, white = np.percentile(image, ends).tolist()
     if black == white:  # nearly everything is background

@@ -36,6 +36,9 @@ from unet3d.reports.preview import Preview, preview_figure
 MAX_LABELS = 1000
 """Most distinct values of a label map; a file with more is taken for an image."""
 
+MAX_LABEL = 2**53
+"""Highest value that a page can name: JavaScript's numbers are float64."""
+
 NIIVUE = "niivue/niivue.js"
 LICENCES = ("niivue/LICENSE", "niivue/LICENSES-OF-PARTS.txt")
 
@@ -67,10 +70,11 @@ def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) 
     """Return the result of :func:`label_statistics`, by the names of labels."""
     path = labels.geometry.path
     values = np.unique(labels.array).tolist()
-    if len(values) > MAX_LABELS or values[0] < 0:
+    if len(values) > MAX_LABELS or values[0] < 0 or values[-1] > MAX_LABEL:
         raise VolumeError(
             f"{path} holds {len(values)} different values, from {values[0]} to {values[-1]}; "
-            f"is it an image? name a label map with at most {MAX_LABELS} values, from 0"
+            f"is it an image? name a label map with at most {MAX_LABELS} values, from 0 "
+            "to 2^53"
         )
     if names is None:
         names = read_label_names(path)
