@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
     """Serves the files of a folder; its behaviour is changed by tests."""
 
     daemon_threads = True
-    wait_s, forbidden, knows_ranges = 0.0, (), True
+    wait_s, forbidden, knows_ranges, num_failures = 0.0, (), True, 0
 
     def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -58,7 +58,10 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(server.wait_s)
         file = server.folder / name[1:]
         code, content, more = 200, b"", {}
-        if name.endswith(tuple(server.forbidden)):
+        if server.num_failures:
+            server.num_failures -= 1
+            code = 503
+        elif name.endswith(tuple(server.forbidden)):
             code = 403
         elif not file.is_file():
             code = 404
@@ -183,6 +186,17 @@ def test_addresses_without_a_store_are_refused(tmp_path, server, monkeypatch):
     assert time.monotonic() - begin < 0.9
     assert "Connect call failed" in refusal(Path("http://127.0.0.1:1/a.zarr"))
     assert "Protocol not known: nothing" in refusal(Path("nothing://a.zarr"))
+
+
+def test_a_server_that_fails_twice_is_asked_again(tmp_path, server):
+    store(tmp_path / "scan.ome.zarr", num_levels=1)
+    image = open_image(Path(server.url, "scan.ome.zarr"))
+    box = (slice(3, 5), slice(8, 9), slice(0, 4))
+    server.num_failures = 2
+    np.testing.assert_array_equal(image.read(box)[0], VOXELS.T[box])
+    other = (slice(19, 20), slice(8, 9), slice(0, 4))
+    server.num_failures = 3
+    assert "503" in refusal(Path(server.url, "scan.ome.zarr"), lambda path: image.read(other))
 
 
 def test_chunks_that_may_not_be_read_are_refused(tmp_path, server):

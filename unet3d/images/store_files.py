@@ -145,21 +145,24 @@ class _Remote:
         self.name = self.name.rstrip("/")
         self._timeout_s: float | None = TIMEOUT_S
 
-    def read(self, name: str, start: int, end: int | None) -> bytes:
+    def read(self, name: str, start: int, end: int | None, attempts: int = 3) -> bytes:
+        """Return a part of a file; a server that has answered once may fail twice."""
         from fsspec.asyn import sync
 
         if not self._files.async_impl:
             return bytes(self._files.cat_file(name, start=start, end=end))
-        part = {"start": start, "end": end, "timeout": self._timeout_s}
+        timeout_s, self._timeout_s = self._timeout_s, None
+        part = {"start": start, "end": end, "timeout": timeout_s}
         try:
             return bytes(sync(self._files.loop, self._files._cat_file, name, **part))
+        except (FileNotFoundError, PermissionError):
+            raise
         except Exception as error:
-            if type(error).__name__ != "NoCredentialsError":
+            if type(error).__name__ == "NoCredentialsError" and attempts:
+                self._files = type(self._files)(anon=True)  # public buckets of S3 need none
+            elif timeout_s or attempts == 1 or 400 <= getattr(error, "status", 0) < 500:
                 raise
-            self._files = type(self._files)(anon=True)  # public buckets of S3 need none
-            return self.read(name, start, end)
-        finally:
-            self._timeout_s = None
+            return self.read(name, start, end, attempts - 1)
 
     def opened(self) -> Any:
         """Return the file as one that is open, and reads ahead."""
