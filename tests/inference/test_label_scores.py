@@ -5,6 +5,7 @@ from scipy.spatial.transform import Rotation
 
 from tests.inference.distances import cube, hd95_by_hand, nearest_mm, tilted
 from unet3d.datasets.labels import EVERY_VALUE, ScoredLabels
+from unet3d.errors import VolumeError
 from unet3d.inference.label_scores import (
     LabelScore,
     dice_per_class,
@@ -12,6 +13,7 @@ from unet3d.inference.label_scores import (
     surface_dice,
     surface_distances,
 )
+from unet3d.memory import host
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
 
@@ -119,3 +121,12 @@ def test_a_neighbour_at_the_tolerance_is_within_it(spacing_mm, degrees):
     distances = surface_distances(one, np.roll(one, 1, axis=2), affine)
     assert surface_dice(distances, spacing_mm) == 1.0
     assert surface_dice(distances, 0.99 * spacing_mm) == 0.5
+
+
+@pytest.mark.parametrize(("free", "what"), [(2.5, "comparing label maps"), (15.5, "scoring a lab")])
+def test_maps_that_are_too_large_are_refused_in_one_line(free, what, monkeypatch):
+    map_ = np.ones((20, 20, 20), np.uint8)
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: int(free * map_.size))
+    with pytest.raises(VolumeError, match=f"{what}.* of memory, .*coarser levels of .*--level"):
+        score_maps(map_, map_, AFFINE, EVERY_VALUE)

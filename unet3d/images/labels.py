@@ -56,7 +56,7 @@ def label_of(source: Source) -> LabelMap:
     refuse_beyond_memory(
         math.prod(geometry.shape) * copied_bytes + source.unpacked_bytes,
         f"{path}: reading {times(geometry.shape)} voxels",
-        "use a machine with more, or cut the volume into pieces",
+        "use a machine with more, a coarser level of a pyramid (--level), or cut the volume",
     )
     stored = np.asarray(source.voxels()[:, :, :, 0:1])[..., 0]
     with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from unet3d.datasets.labels import BACKGROUND, Label, Mask, ScoredLabels, box_of, mask_of
+from unet3d.images.files import times
 from unet3d.images.geometry import Affine, voxel_mm3
+from unet3d.images.memory_limits import refuse_beyond_memory
 
 CUBIC_MM_PER_ML = 1000.0
 
@@ -25,6 +27,12 @@ TOLERANCE_MM = 1.0
 ROUNDING = 1e-5
 """Share of the tolerance by which a distance may exceed it. Without it, the rounding of spacings to
 single precision in headers would decide whether a neighbour at 0.7 mm lies within 0.7 mm."""
+
+MASK_BYTES, BOX_BYTES = 3, 16
+"""Memory per voxel for the masks of a label, and for its scores, per voxel of its box."""
+
+TOO_LARGE = "use a machine with more, or compare coarser levels of pyramids (--level)"
+"""What to do about label maps that are too large to compare."""
 
 LabelMap = npt.NDArray[np.integer[Any]]
 
@@ -58,6 +66,8 @@ def score_maps(
     tolerance_mm: float = TOLERANCE_MM,
 ) -> dict[Label, LabelScore]:
     """Return the score of each label that at least one of two label maps has."""
+    what = f"comparing label maps of {times(label.shape)} voxels"
+    refuse_beyond_memory(MASK_BYTES * label.size, what, TOO_LARGE)
     if scored.ignore is not None:
         counted = label != scored.ignore
         if not counted.all():
@@ -84,6 +94,8 @@ def _score(prediction: Mask, label: Mask, affine: Affine, tolerance_mm: float) -
     # Cropped to the label, because the time below grows with the number of voxels.
     box = box_of(prediction | label)
     prediction, label = prediction[box], label[box]
+    what = f"scoring a label in {times(label.shape)} voxels"
+    refuse_beyond_memory(BOX_BYTES * label.size, what, TOO_LARGE)
     voxel_ml = voxel_mm3(affine) / CUBIC_MM_PER_ML
     num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
     hd95_mm, nsd = None, 0.0
