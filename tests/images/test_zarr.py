@@ -1,6 +1,7 @@
 """OME-Zarr and plain zarr arrays, written by zarr itself, against NumPy."""
 
 import asyncio
+import errno
 import json
 import math
 import shutil
@@ -20,7 +21,7 @@ from tests.images.samples import refusal, write_volume
 from tests.images.zarr_stores import SPACING, VOXELS, axes_named, scaled, store, zipped
 from tests.mutations import mutated, property_test
 from unet3d.errors import VolumeError
-from unet3d.images import ome_zarr
+from unet3d.images import ome_zarr, store_files
 from unet3d.images.files import members, stands_for_volume, volume_stem, written_suffix
 from unet3d.images.geometry import same_grid
 from unet3d.images.image import open_image, open_source
@@ -28,6 +29,7 @@ from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.source import Reading
 from unet3d.images.store_files import StoreFiles
+from unet3d.inputs.reading import open_regular
 
 zarr = pytest.importorskip("zarr")
 numcodecs = pytest.importorskip("numcodecs")
@@ -429,6 +431,33 @@ def test_a_shape_beyond_all_numbers_is_refused(tmp_path):
     path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS).store.root
     changed(path, lambda found: found.update(shape=[10**30, 17, 21]))
     assert "claims the shape 1e+30x17x21; it is damaged" in refusal(path, open_image)
+
+
+def test_chunks_without_voxels_are_refused(tmp_path):
+    path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS).store.root
+    changed(path, lambda one: one["chunk_grid"]["configuration"].update(chunk_shape=[1, 1, 0]))
+    assert "claims chunks of 1x1x0; it is damaged" in refusal(path, open_image)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("", "may not be read; ask for the right to read it"),
+        ("0", "may not be read; ask for the right to read it"),
+        ("0/c", "its voxels may not be read; ask for the right to"),
+    ],
+)
+def test_stores_that_may_not_be_read_are_refused(tmp_path, monkeypatch, name, message):
+    path = store(tmp_path / "scan.zarr")
+    hidden = path / name
+
+    def opened(file):
+        if file.is_relative_to(hidden):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return open_regular(file)
+
+    monkeypatch.setattr(store_files, "open_regular", opened)
+    assert message in refusal(path, lambda one: open_image(one).read())
 
 
 def test_chunks_larger_than_memory_are_refused(tmp_path):

@@ -233,6 +233,7 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
     group, pyramid, named = _pyramid_around(node)
     levels = [node] if pyramid is None else group.levels(pyramid)
     if (named or 0) >= len(levels):
+        files.refuse_forbidden()
         raise VolumeError(f"{files.volume} lacks the array of level {named or 0}; copy it again")
     shape = levels[0].shape
     if pyramid is None:
@@ -293,9 +294,8 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
 def _root(files: StoreFiles) -> _Node:
     """Return the group or array that a path names; of several series, the first."""
     node = _Node.of(files, files.root)
-    if node is None and files.is_forbidden:
-        raise VolumeError(f"{files.volume} may not be read; ask for the right to read it")
     if node is None:
+        files.refuse_forbidden()
         raise VolumeError(
             f"{files.volume} is not a zarr store: it lacks {' or '.join(ZARR_METADATA)}; it is "
             "incomplete, or of another format"
@@ -329,17 +329,17 @@ def _pyramid_around(node: _Node) -> tuple[_Node, _Multiscale | None, int | None]
 
 
 def _plain_axes(node: _Node, reading: Reading) -> Sequence[str]:
-    """Return the names of the axes of an array; z, y, x if there are three without names."""
+    """Return the names of the axes of an array; by default the last of z, y, x."""
     assert node.array is not None
     names = node.array.get("dimension_names") or node.attributes.get("_ARRAY_DIMENSIONS")
     if isinstance(names, list) and None not in names:
         return list(map(str, names))
-    if len(node.shape) != 3 and reading.axes is None:
+    if len(node.shape) > 3 and reading.axes is None:
         raise VolumeError(
             f"{node.files.volume} has {len(node.shape)} axes ({times(node.shape)}) without names; "
             "name them with --axes, such as czyx"
         )
-    return reading.axes or "zyx"
+    return "zyx"[-len(node.shape) :]
 
 
 def _chosen(

@@ -33,8 +33,7 @@ class StoreFiles:
         url = url_of(file)
         self.volume = url_of(path) or str(path)
         """What to call the volume in messages."""
-        self.is_forbidden = False
-        """Whether the right to read some metadata is missing."""
+        self._is_forbidden = False
         self._metadata: dict[str, bytes | None] = {}
         remote = _Remote(url) if url else None
         self._read: Read = remote.read if remote else _in_folder
@@ -50,8 +49,13 @@ class StoreFiles:
             try:
                 self._metadata[name] = self.read(name, MAX_JSON_BYTES)
             except PermissionError:  # where nobody may list files, so are those that do not exist
-                self.is_forbidden, self._metadata[name] = True, None
+                self._is_forbidden, self._metadata[name] = True, None
         return self._metadata[name]
+
+    def refuse_forbidden(self) -> None:
+        """Raise VolumeError if metadata seem to be missing that may not be read."""
+        if self._is_forbidden:
+            raise VolumeError(f"{self.volume} may not be read; ask for the right to read it")
 
     def read(
         self, name: str, max_bytes: int, start: int = 0, end: int | None = None

@@ -196,6 +196,8 @@ def open_array(
     store = VoxelStore(files, place, is_sparse, is_whole)
     array = store.array = zarr.open_array(store, mode="r", zarr_format=zarr_format)
     shape = array.shape
+    if min(array.chunks, default=1) < 1:
+        raise VolumeError(f"{files.volume} claims chunks of {times(array.chunks)}; it is damaged")
     if max(shape, default=1) > MAX_SIZE or math.prod(shape) > MAX_SIZE * 2**20:
         raise VolumeError(f"{files.volume} claims the shape {times(shape)}; it is damaged")
     return VoxelArray(array, store)
