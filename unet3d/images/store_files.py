@@ -40,7 +40,12 @@ class StoreFiles:
         self.root = remote.name if remote else os.path.abspath(path)
         """Name of the volume's folder."""
         if file.name.lower().endswith(ZIP_SUFFIXES) and (url or os.path.isfile(file)):
-            archive = _Zip(remote.opened() if remote else file)
+            try:
+                archive = _Zip(remote.opened() if remote else file)
+            except ValueError as error:  # of fsspec
+                raise VolumeError(
+                    f"{self.volume} is at a server that does not send parts of files; download it"
+                ) from error
             self._read, self.root = archive.read, f"{archive.root}{inside}".strip("/")
 
     def metadata(self, name: str) -> bytes | None:
@@ -171,9 +176,4 @@ class _Remote:
     def opened(self) -> Any:
         """Return the file as one that is open, and reads ahead."""
         self.read(self.name, 0, 4)  # in time, or not at all
-        try:
-            return self._files.open(self.name)
-        except ValueError as error:
-            raise VolumeError(
-                f"{self.name} is at a server that does not send parts of files; download it"
-            ) from error
+        return self._files.open(self.name)
