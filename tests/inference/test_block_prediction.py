@@ -113,8 +113,10 @@ def test_the_status_says_what_is_done(tmp_path):
     assert found[:5] == (False, 18, 6, 0, 1)
     fill(path, labels_of)
     assert status(path) == Status(is_complete=True, num_blocks=18, done=18)
-    with pytest.raises(ConfigError, match="is not a store that is written in blocks"):
-        status(tmp_path)
+    for name in (".", "none.ome.zarr"):
+        with pytest.raises(ConfigError, match="is not a store that is written in blocks"):
+            status(tmp_path / name)
+    assert not (tmp_path / "none.ome.zarr").exists()
 
 
 @pytest.fixture(scope="module")

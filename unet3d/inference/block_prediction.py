@@ -133,6 +133,8 @@ class Status(NamedTuple):
 def status(output: Path) -> Status:
     """Return how far a store is; ConfigError if it is not written in blocks."""
     try:
+        if not is_store(output):  # zarr would make the folder
+            raise FileNotFoundError(output)
         store = LabelStore(output)
         is_complete, num_blocks = store.is_complete, len(store.blocks(0))
     except (KeyError, FileNotFoundError, ValueError) as error:  # of another program, or missing
