@@ -158,16 +158,11 @@ def _unpacked_bytes(codec: str, packed: memoryview, limit: int) -> int:
         return int.from_bytes(packed[:4], "little")
     if codec == "zstd":
         return _zstd_bytes(packed)
-    wbits = {"gzip": 31, "zlib": 15}.get(codec, 0)
-    total, left = 0, bytes(packed) if wbits else b""
-    while left and total <= limit:
+    wbits, total = {"gzip": 31, "zlib": 15}.get(codec, 0), 0
+    left = bytes(packed) if wbits else b""
+    while left and total <= limit:  # a file of gzip may have several members
         inflater = isal_zlib.decompressobj(wbits)
-        while not inflater.eof and total <= limit:
-            part = inflater.decompress(left, SPARE_BYTES)
-            left = inflater.unconsumed_tail
-            total += len(part)
-            if not part and not left:
-                break
+        total += len(inflater.decompress(left, limit + 1 - total))
         left = inflater.unused_data
     return total
 
