@@ -36,8 +36,8 @@ class Reading(Section):
     """What files of microscopes leave open, or state wrongly. Other formats ignore it."""
 
     spacing_mm: Spacing | None = None
-    """Spacing of the voxels in mm along X, Y, Z; null: as files state. The options take it along Z,
-    Y, X."""
+    """Spacing of the voxels in mm along X, Y, Z, in a pyramid that of its finest level; null: as
+    files state. The option --spacing takes it along Z, Y, X."""
     axes: Name | None = None
     """Axes of arrays, one letter each, such as zyx or czyx; null: as files state."""
     time: Number | None = None
