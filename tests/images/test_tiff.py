@@ -223,6 +223,12 @@ def test_an_unknown_spacing_is_said_once_for_a_folder(tmp_path, caplog):
     assert spacing_of(path) == (0.1, 0.2, 0.1)
     assert "along Z, so 0.1 mm is taken" in caplog.text
     caplog.clear()
+    for number, plane in enumerate(ARRAY):  # as ImageJ saves an image sequence
+        fields = {"description": "ImageJ=1.53t\nunit=nm\n", "metadata": None}
+        (tmp_path / "of/slices").mkdir(parents=True, exist_ok=True)
+        written(tmp_path / f"of/slices/z{number}.tif", plane, resolution=(0.1, 0.1), **fields)
+    assert spacing_of(tmp_path / "of/slices") == pytest.approx((1e-5, 1e-5, 1e-5))
+    assert "along Z, so 1e-05 mm is taken" in caplog.text
     for bad in (0, -1, float("nan"), float("inf")):
         sizes = {"PhysicalSizeX": 2, "PhysicalSizeY": 2, "PhysicalSizeZ": bad}
         written(path, ome=True, metadata={"axes": "ZYX", **sizes})

@@ -310,7 +310,8 @@ def _stated_by_imagej(tiff: Any) -> dict[str, Any]:
     if unit is None and fields.get("spacing", 1) != 1:
         unit = 1.0  # such as pixels: at least the ratio of the spacings is known
     units = (unit, *(unit_mm(_unescaped(fields.get(name))) or unit for name in ("yunit", "zunit")))
-    depth = abs(fields.get("spacing", 1)) if "spacing" in fields or tiff.is_imagej else None
+    is_stack = fields.get("images", 1) > 1  # of a single slice ImageJ does not state the depth
+    depth = abs(fields.get("spacing", 1)) if "spacing" in fields or is_stack else None
     lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
     stated_mm = [length_mm(*pair) for pair in zip(lengths, units, strict=True)]
     return {"stated_mm": stated_mm, "unit": unit_name(unit)}
