@@ -13,10 +13,13 @@ from scipy.spatial.transform import Rotation
 
 from tests.images.orientations import ORIENTATIONS, turn_to
 from tests.images.samples import loaded, read_image, refusal
+from tests.resident import resident_kib
 from unet3d.errors import VolumeError
+from unet3d.images import nifti
 from unet3d.images.geometry import same_grid
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label, write_label
+from unet3d.images.scratch import Scratch, forget_pages
 
 UNREADABLE = {
     "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
@@ -380,3 +383,16 @@ def test_channels_in_one_file_or_in_several_are_one_array(tmp_path, monkeypatch)
     words = r"d\.nii is not on the grid of .*b\.nii: shapes 5x6x7 and 4x6x7 differ"
     with pytest.raises(VolumeError, match=words):
         open_image([first, shorter])
+
+
+def test_mapped_voxels_are_written_in_parts_and_leave_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(nifti, "PART_BYTES", 2**18)
+    (tmp_path / "scratch").mkdir()
+    voxels = Scratch(tmp_path / "scratch").empty((256, 100, 93), "u1", "labels", "F")
+    voxels[...] = np.random.default_rng(0).integers(0, 3, voxels.shape)
+    forget_pages(voxels)
+    for ordered in (voxels, np.ascontiguousarray(voxels)):
+        nifti.write_nifti(tmp_path / "a.nii.gz", nib.Nifti1Image(ordered, np.eye(4)))
+        assert resident_kib(tmp_path / "scratch") < 1000
+        np.testing.assert_array_equal(nib.load(tmp_path / "a.nii.gz").dataobj, voxels)
+        forget_pages(voxels)

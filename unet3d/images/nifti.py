@@ -19,6 +19,7 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
 from unet3d.images.label_names import name_labels
+from unet3d.images.scratch import PART_BYTES, forget_pages
 from unet3d.images.source import (
     AS_STATED,
     GZIP_MARK,
@@ -230,4 +231,9 @@ def write_nifti(path: Path, image: Any) -> None:
     ):
         # Without offset=None, nibabel would ask a compressed file for its position.
         packed.write(start.getvalue().ljust(header.get_data_offset(), b"\0"))
-        array_to_file(image.dataobj, packed, header.get_data_dtype(), offset=None)
+        voxels = np.asanyarray(image.dataobj)
+        number = max(1, PART_BYTES * voxels.shape[-1] // max(1, voxels.nbytes))
+        for first in range(0, voxels.shape[-1], number):  # mapped voxels may exceed the memory
+            part = voxels[..., first : first + number]
+            array_to_file(part, packed, header.get_data_dtype(), offset=None)
+            forget_pages(voxels)
