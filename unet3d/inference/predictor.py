@@ -1,7 +1,6 @@
 """Prediction: from the image of a scan to its label values."""
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,18 +9,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import ParallelSettings, Shape
+from unet3d.config import ParallelSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError, counted, naming, some
-from unet3d.images.files import times
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
+from unet3d.inference.doubts import cause_of_non_finite, doubts
 from unet3d.inference.image_slab import Make, Planes, sharing
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
@@ -29,7 +27,7 @@ from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import AgreedError, VolumeLogits
-from unet3d.inference.windows import Window, longest_axis, window_of
+from unet3d.inference.windows import longest_axis, window_of
 from unet3d.parallel import Executor
 from unet3d.preparation.interpolation import Resampling, restored_slabs
 from unet3d.preparation.prepared_image import PreparedImage, kept_box, whole_box
@@ -39,17 +37,6 @@ logger = logging.getLogger(__name__)
 
 PLANES_KEPT = 2
 """Pieces of a prepared scan to keep while networks take turns, each preparing one piece ahead."""
-
-LARGEST_USUAL = 1e4
-"""Intensities beyond this are reported as the cause of an output that is not finite."""
-
-MAX_FLOAT16 = 65504
-
-FAR_SMALLER = 16
-"""Smallest ratio of a window's voxels to a scan's at which the scan is reported as too small."""
-
-MAX_LABELS = 20
-"""Most different whole numbers in an image that is reported as a label map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,54 +352,3 @@ def _log_mirroring(networks: Networks) -> None:
             )
         else:
             logger.warning("training used no mirror images, so --tta changes nothing")
-
-
-def cause_of_non_finite(largest: float, precision: str) -> str:
-    """Return the likely cause of an output that is not finite, and what to do about it.
-
-    ``largest`` is the largest magnitude of the normalised intensities.
-    """
-    if not largest <= LARGEST_USUAL:
-        return f"its normalised intensities reach {largest:.3g}; look for outlier voxels"
-    if precision == "float16":
-        return (
-            f"float16 overflows beyond {MAX_FLOAT16}; add --precision bfloat16, which has a larger "
-            "range"
-        )
-    return (
-        "its intensities differ from those in training, or training had diverged; look at the "
-        "image, or use another checkpoint"
-    )
-
-
-def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
-    """Yield warnings about an image that is probably not what the network was trained for.
-
-    ``shape`` is the shape of the prepared image.
-    """
-    path = image.geometry.path
-    if min(image.geometry.shape) == 1:
-        yield f"{path} is a single slice; the network was trained on volumes, and may find nothing"
-    elif window != "whole" and FAR_SMALLER * math.prod(shape) <= math.prod(window):
-        yield (
-            f"{path} has {times(shape)} voxels at the spacing of the network, far fewer than a "
-            f"window ({times(window)}); look at the spacing in its header"
-        )
-    values = [_few_values(image, channel) for channel in range(image.num_channels)]
-    if all(values):
-        yield (
-            f"{path} holds the whole numbers {some(values[0])} only, as a label map does; name "
-            "the scan itself"
-        )
-
-
-def _few_values(image: Image, channel: int) -> list[int]:
-    """Return the values in three middle planes of a channel, if they are a few whole numbers."""
-    found: set[float] = set()
-    for axis, size in enumerate(image.geometry.shape):
-        plane = image.read(image.planes(axis, slice(size // 2, size // 2 + 1)), channel)
-        values = np.sort(plane, axis=None)
-        found.update(values[np.diff(values, prepend=np.nan) != 0].tolist())
-        if len(found) > MAX_LABELS or not all(value.is_integer() for value in found):
-            return []
-    return sorted(map(int, found))
