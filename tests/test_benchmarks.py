@@ -238,3 +238,18 @@ def test_labels_are_compared_with_those_of_nnunet(run):
     assert agreed["num_cases"] == len(list((recorded / "segmentations/plain").glob("*.nii.gz")))
     assert agreed["equal_voxels"] > 0.9999 and min(agreed["dice"].values()) > 0.9995
     assert len(agreed["dice"]) == 3 and "99.99" in table
+
+
+@pytest.mark.nightly
+def test_large_predictions_are_right_and_boxes_read_only_their_chunks(run):
+    pytest.importorskip("zarr")
+    options = "--shape 100,100,60 --window 50,50,30 --levels 2 --predict=--statistics"
+    record, shown = run("large_predict", options)
+    assert record["row"]["different"] == 0 and record["row"]["host_bytes"] > 2**27
+    assert shown.startswith("100x100x60 voxels, windows of 50x50x30: ")
+    record, shown = run("boxes", "--cases zarr-64,nifti --edge 512")
+    for case, at_most in (("zarr-64", (1.1, 3.5)), ("nifti", (0.1, 0.1))):
+        rows = record["rows"][case]
+        assert rows["aligned"]["asked"] < at_most[0] and rows["unaligned"]["asked"] < at_most[1]
+        assert max(row["host_bytes"] for row in rows.values()) < 300e6
+    assert "zarr-64, unaligned: asked 3.3" in shown
