@@ -240,6 +240,16 @@ def test_plain_arrays_have_a_spacing_of_one_and_say_so(tmp_path, names, zarr_for
     assert f"{path} does not state the distance of voxels" in caplog.text
 
 
+def test_a_scale_without_a_unit_is_said_once_for_a_folder(tmp_path, caplog):
+    for name in ("a.ome.zarr", "b.ome.zarr"):
+        path = store(tmp_path / name, axes=axes_named("zyx", unit=None))
+        assert open_source(path).geometry.spacing_mm == (8, 8, 40)
+    (record,) = caplog.records
+    assert "has a scale without a unit, which is taken as mm" in record.getMessage()
+    assert open_source(path, Reading(spacing_mm=(1, 2, 3))).geometry.spacing_mm == (1, 2, 3)
+    assert len(caplog.records) == 1
+
+
 def counted_reads(monkeypatch):
     """Return a list that gets the name in the store and the number of bytes of each read."""
     found, read = [], StoreFiles.read

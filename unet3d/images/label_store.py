@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zarr
+from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore
 
 from unet3d.images.files import is_store, url_of
@@ -102,6 +103,7 @@ class LabelStore:
                     for chunk, size in zip(chunks, shape, strict=True)
                 ],
                 dtype=np.dtype(dtype),
+                compressors=ZstdCodec(checksum=True),
                 dimension_names=("z", "y", "x"),
             )
 

@@ -23,7 +23,15 @@ logger = logging.getLogger(__name__)
 NAMES = {"nm": "nanometer", "µm": "micrometer", "mm": "millimeter"}
 """Names of :class:`~unet3d.images.units.Units` in OME's metadata."""
 
-_warned: set[tuple[Path, bool]] = set()
+_warned: set[tuple[Path, str]] = set()
+
+
+def warn_once(path: Path | str, message: str, *details: object) -> None:
+    """Log a warning about a file, which comes first in it, once for all files in its folder."""
+    key = (file_of(Path(path)).parent, message)
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message, path, *details)
 
 
 def package(name: str, what: str) -> Any:
@@ -49,6 +57,8 @@ def named_axes(
         if len(axes) > len(shape):
             axes = tuple(one for one in axes if one != name)
     sizes = dict(zip(axes, shape, strict=False))
+    if len(shape) < 3:
+        raise VolumeError(f"{path} has {times(shape)} pixels; it is a picture, not a volume")
     if len(axes) != len(shape) or len(sizes) < len(axes) or not {*"zyx"} <= sizes.keys():
         raise VolumeError(
             f"{path} has {len(shape)} axes ({times(shape)}), named {printable(','.join(axes))}; a "
@@ -106,13 +116,11 @@ def placed(
     stated_mm = reading.spacing_mm or stated_mm
     known = [mm for mm in stated_mm if mm is not None]
     has_spacing = len(known) == 3
-    said = (file_of(path).parent, bool(known))
-    if not has_spacing and said not in _warned:
-        _warned.add(said)
+    if not has_spacing:
         unknown = ", ".join(axis for axis, mm in zip("XYZ", stated_mm, strict=True) if mm is None)
         taken = f"{min(known):.6g} mm" if known else "1 mm"
-        message = "%s does not state the distance of voxels along %s, so %s is taken; %s"
-        logger.warning(message, path, unknown, taken, "state it with --spacing")
+        said = f"along {unknown}, so {taken} is taken; state it with --spacing"
+        warn_once(path, f"%s does not state the distance of voxels {said}")
     x, y, z = (min(known, default=1.0) if mm is None else mm for mm in stated_mm)
     affine = np.diag([x, y, z, 1.0])
     affine[:3, 3] = origin_mm

@@ -31,6 +31,7 @@ from unet3d.images.microscopy import (
     placed,
     point_in_time,
     rounded,
+    warn_once,
 )
 from unet3d.images.source import AS_STATED, Reading, Source, unreadable, whole_axes
 from unet3d.images.store_files import StoreFiles, joined
@@ -151,7 +152,7 @@ class _Node:
         first = listed[0] if isinstance(listed, list) and listed else listed
         axes = first.get("axes") if isinstance(first, dict) else None
         if not isinstance(axes, list) or not all(isinstance(one, dict) for one in axes):
-            raise ValueError("axes have no names and units, which they have since version 0.4")
+            raise ValueError("axes have no names and units as in versions 0.4 and 0.5")
         return validated(_Multiscale, first)
 
     @property
@@ -251,6 +252,11 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
     units = [axes[place].unit for place in places]
     is_known = any(units) or bool((scales[0] != 1).any())
     mm = [unit_mm(unit or "mm") for unit in units]
+    if is_known and not any(units) and reading.spacing_mm is None:
+        warn_once(
+            files.volume,
+            "%s has a scale without a unit, which is taken as mm; if it is not, use --spacing",
+        )
     if reading.spacing_mm is not None:
         spacings, is_known = scales / scales[0] * reading.spacing_mm, True
     elif None in mm:

@@ -1,7 +1,6 @@
 """Opens zarr arrays of untrusted stores, wherever their files are; needs the package zarr."""
 
 import asyncio
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,8 @@ from zarr.storage import MemoryStore, WrapperStore
 
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
+from unet3d.images.microscopy import warn_once
 from unet3d.images.store_files import StoreFiles, joined
-
-logger = logging.getLogger(__name__)
 
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 """Names of files that hold no voxels."""
@@ -29,9 +27,6 @@ SPARE_BYTES = 2**20
 
 NO_CHUNK = 2**64 - 1
 """Offset of a chunk that a shard does not hold."""
-
-_incomplete: set[str] = set()
-"""Volumes whose missing chunks have been mentioned."""
 
 
 class VoxelStore(WrapperStore[Any]):
@@ -80,12 +75,12 @@ class VoxelStore(WrapperStore[Any]):
         volume = self._files.volume
         if self._is_whole:
             raise VolumeError(f"{volume} lacks its file {key}; write or copy it again")
-        if not self._is_sparse and volume not in _incomplete:
-            _incomplete.add(volume)
-            logger.warning(
+        if not self._is_sparse:
+            warn_once(
+                volume,
                 "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: "
                 "if they should have others, copy the volume again",
-                *(volume, key, self.array.fill_value),
+                *(key, self.array.fill_value),
             )
 
     def _refuse_bomb(self, key: str, chunk: memoryview) -> None:
