@@ -90,6 +90,19 @@ def test_a_rank_that_is_done_takes_nothing_down(world_size):
     assert done.stdout.splitlines() == expected
 
 
+def test_a_thread_that_waits_for_a_server_does_not_delay_the_end_after_a_signal():
+    code = (
+        "import concurrent.futures, sys, time, unet3d.cli.app\n"
+        "from unet3d.__main__ import main\n"
+        "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 50)\n"
+        "unet3d.cli.app.main = lambda: sys.exit(130)\n"
+        "print('stopped'); main()"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "stopped\n", "")
+
+
 def test_variables_of_ranks_that_contradict_one_another_are_one_line(monkeypatch, capsys):
     for name, value in (("RANK", "first"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -164,7 +164,7 @@ class _Remote:
         part = {"start": start, "end": end, "timeout": timeout_s}
         try:
             return bytes(sync(self._files.loop, self._files._cat_file, name, **part))
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, PermissionError, TimeoutError):
             raise
         except Exception as error:
             if type(error).__name__ == "NoCredentialsError" and attempts:
