@@ -32,7 +32,7 @@ NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/RE
 DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 MODEL = ROOT / "tests/recorded/nnunet/isotropic/nnUNetTrainer__nnUNetPlans__3d_fullres"
 NEEDS = {
-    *("GPU", "Docker", "Slurm", "several machines", "TensorBoard", "a download"),
+    *("GPU", "Docker", "Slurm", "several machines", "TensorBoard", "napari", "a download"),
     "a process of its own",
 }
 MICROSCOPY = {"microscopy.png", "napari.png", "imagej.png"}
