@@ -67,7 +67,7 @@ class Pattern:
         """Return the voxels (X, Y, Z) in a box."""
         of_x, of_y, of_z = self._lines
         found = of_x[x][:, None, None] + of_y[y][:, None] + of_z[z]
-        found[:, ~self._is_varied[y]] = 0
+        found[:, ~self._is_varied[y]] = 7
         return found
 
 
