@@ -75,7 +75,7 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
     """
     with _temporary(path, Path.touch) as unfinished:
         yield unfinished
-        _flush(unfinished)
+        flush(unfinished)
         if not may_exist:
             _claim(unfinished, path)
         else:
@@ -83,7 +83,7 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
                 raise OSError(errno.EINVAL, "it is not a regular file", str(path))
             _keep_permissions(unfinished, path)
             os.replace(unfinished, path)
-    _flush(path.absolute().parent)
+    flush(path.absolute().parent)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
             if error.errno != errno.ENOTEMPTY:
                 raise
             raise FileExistsError(error.errno, error.strerror, str(path)) from error
-        _flush(parent)
+        flush(parent)
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def make_folder(path: Path) -> None:
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
-        _flush(folder.parent)
+        flush(folder.parent)
 
 
 def append(path: Path, content: bytes) -> None:
@@ -146,9 +146,9 @@ def append(path: Path, content: bytes) -> None:
     is_new = not path.exists()
     with path.open("ab") as file:
         file.write(content)
-    _flush(path)
+    flush(path)
     if is_new:
-        _flush(path.parent)
+        flush(path.parent)
 
 
 @contextmanager
@@ -245,11 +245,11 @@ def _keep_permissions(unfinished: Path, path: Path) -> None:
 def _flush_all(folder: Path) -> None:
     for inside, _, names in os.walk(folder):
         for name in names:
-            _flush(Path(inside, name))
-        _flush(Path(inside))
+            flush(Path(inside, name))
+        flush(Path(inside))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush the content of a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

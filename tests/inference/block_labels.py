@@ -2,7 +2,7 @@
 
 import numpy as np
 
-SHAPE = (300, 200, 260)
+SHAPE = (260, 130, 258)
 
 
 def labels_of(box):

@@ -1,6 +1,7 @@
 """A store that several processes fill: every block right, whoever dies, and nothing else left."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def assert_complete(path):
 def test_one_process_fills_the_store(tmp_path):
     path, done = tmp_path / "labels.ome.zarr", []
     new_store(path)
+    (path / "0" / "0.partial").touch()  # of a process that was killed
     assert fill(path, labels_of, blocks_done=lambda *both: done.append(both))
     assert_complete(path)
     assert done == sorted(done)
@@ -67,6 +69,16 @@ def test_parts_complete_it_together(tmp_path):
     assert len(computed) == 12
     assert fill(path, compute, Part(2, 3))
     assert len(set(computed)) == len(computed) == 18
+    assert_complete(path)
+
+
+def test_what_was_done_is_forgotten_with_the_store(tmp_path):
+    path = tmp_path / "labels.ome.zarr"
+    new_store(path)
+    assert not fill(path, labels_of, Part(1, 3))
+    shutil.rmtree(path)
+    new_store(path)
+    assert fill(path, labels_of)
     assert_complete(path)
 
 
@@ -124,7 +136,7 @@ def trained(tmp_path_factory):
     """Return a checkpoint and a scan whose windows lie alike in the whole and in blocks."""
     folder = tmp_path_factory.mktemp("trained")
     path = write_checkpoint(folder / "network.pt", changes=("training.precision=float32",))
-    scan = nib.Nifti1Image(noise((144, 48, 136)), np.diag([1.0, 1.0, 2.0, 1.0]))
+    scan = nib.Nifti1Image(noise((136, 16, 136)), np.diag([1.0, 1.0, 2.0, 1.0]))
     turned = scan.as_reoriented(turn_to("LIP", scan.affine))
     nib.save(turned, folder / "scan.nii")
     return path, folder / "scan.nii"

@@ -17,6 +17,7 @@ import zarr
 from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore
 
+from unet3d.atomic import flush
 from unet3d.images.files import is_store, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
@@ -136,8 +137,13 @@ class LabelStore:
         return [(x, y, z) for z, y, x in itertools.product(*lines)]
 
     def write(self, level: int, box: Box, labels: npt.NDArray[Any]) -> None:
-        """Write the labels (X, Y, Z) of a block."""
-        self._arrays[level][box[::-1]] = labels.T
+        """Write the labels (X, Y, Z) of a block, and flush its file to the disk."""
+        array, place = self._arrays[level], box[::-1]
+        array[place] = labels.T
+        number = tuple(part.start // step for part, step in zip(place, array.shards, strict=True))
+        file = self._path / array.path / array.metadata.encode_chunk_key(number)
+        flush(file)
+        flush(file.parent)
 
     def halved(self, level: int, box: Box) -> npt.NDArray[Any]:
         """Return the labels (X, Y, Z) of a box of a level, read from the next finer level."""
@@ -149,7 +155,9 @@ class LabelStore:
         return np.asarray(finer[tuple(place)]).T
 
     def complete(self) -> None:
-        """Note that all blocks are written."""
+        """Note that all blocks are written, after deleting what killed processes have left."""
+        for unfinished in self._path.rglob("*.partial"):
+            unfinished.unlink(missing_ok=True)
         self._group.update_attributes({"unet3d": {**self._ours, COMPLETE: True}})
 
 

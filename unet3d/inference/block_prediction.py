@@ -1,9 +1,10 @@
 """Large images, segmented block by block by any number of processes that write to one store.
 
 A block is a file of the store, so no two processes write to one file. Its labels do not depend on
-who computes it, or on the other blocks. A folder beside the store holds the claims of processes
-(:mod:`unet3d.inference.tasks`), and is deleted when the store is complete. The store is valid from
-the beginning; voxels that nobody has segmented yet are background.
+who computes it, or on the other blocks. A folder in the store holds the claims of processes
+(:mod:`unet3d.inference.tasks`), and is deleted when the store is complete. It is in the store so
+that it cannot survive it: what is done is said of the files around it. The store is valid from the
+beginning; voxels that nobody has segmented yet are background.
 """
 
 import json
@@ -36,8 +37,8 @@ from unet3d.inputs.ahead import ahead
 
 logger = logging.getLogger(__name__)
 
-WORK = ".work"
-"""Ending of the folder of claims, after the name of the store."""
+WORK = ".claims"
+"""Name of the folder of claims in the store; readers of zarr ignore it."""
 
 POLL_SECONDS = 2.0
 """How often to look whether other processes have finished, or gave tasks back."""
@@ -78,6 +79,7 @@ def segment_in_blocks(
         "version": __version__,
         **predictor.identity(),
         "image": [str(geometry.path.absolute()), geometry.shape, geometry.spacing_mm],
+        "reading": request.reading().model_dump(mode="json"),
         "skip_background": request.skip_background,
     }
     job = json.loads(json.dumps(job))
@@ -88,6 +90,8 @@ def segment_in_blocks(
             LabelStore.create(
                 unfinished, geometry, dtype, predictor.label_names, block=block, job=job
             )
+            if _takes_part(output, job, request.overwrite):  # another process was faster
+                raise FileExistsError(output)
 
     def compute(box: Box) -> npt.NDArray[Any]:
         if found.image is image:
@@ -99,7 +103,7 @@ def segment_in_blocks(
 
 
 def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
-    """Return whether a store exists that is being filled by the same computation."""
+    """Return whether a store exists that the same computation fills, or has just completed."""
     if not is_store(output):
         return False
     if is_unfinished(output):
@@ -112,8 +116,9 @@ def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
                 f"{output} was begun with another {' and '.join(other).replace('_', ' ')}; go on "
                 "with the same, choose another --output, or add --overwrite to begin anew"
             )
-        shutil.rmtree(work_folder(output), ignore_errors=True)
     elif not overwrite:
+        if LabelStore(output).job == job:  # others have just completed it
+            return True
         raise ResultExistsError.meanwhile(output)
     return False
 
@@ -158,7 +163,7 @@ def status(output: Path) -> Status:
 
 def work_folder(store: Path) -> Path:
     """Return the folder of the claims of a store."""
-    return store.with_name(store.name + WORK)
+    return store / WORK
 
 
 def fill(
@@ -213,7 +218,8 @@ class _Level:
             done = self._tasks.done()
             if self._level == 0:
                 blocks_done(len(done & self._boxes.keys()), len(self._boxes))
-            left = [name for name in names if name not in done | self._failures.keys()]
+            ended = done | self._failures.keys()
+            left = [name for name in names if name not in ended]
             claim = next(filter(None, map(self._tasks.claim, left)), None)
             if claim is not None:
                 self._begin(claim)
