@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import resource
-import subprocess
 import sys
 
 import numpy as np
@@ -357,15 +356,8 @@ def test_nnunets_layout_may_hold_hdf5(tmp_path):
     assert [case.name for case in dataset.cases] == ["0", "1"] and not examine(dataset).findings
 
 
-def test_without_h5py_the_message_names_the_extra(tmp_path):
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
     path = written(tmp_path / "scan.h5")
-    code = (
-        "import sys, pathlib; sys.modules['h5py'] = None\n"
-        "from unet3d.images.image import open_image\n"
-        f"try: open_image(pathlib.Path({str(path)!r}))\n"
-        "except Exception as error: print(error)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == (
-        f"reading {path} needs h5py: pip install 'unet3d-parallel[microscopy]'\n"
-    )
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    message = refusal(path, open_image)
+    assert message == f"reading {path} needs h5py: pip install 'unet3d-parallel[microscopy]'"

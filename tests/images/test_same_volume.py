@@ -66,7 +66,7 @@ WRITERS = {
 """Functions that write voxels (Z, Y, X) with a spacing of 10 nm."""
 
 
-@pytest.fixture(params=["small", "real"])
+@pytest.fixture(scope="module", params=["small", "real"])
 def volume(request):
     """Return an image and its labels, (Z, Y, X)."""
     if request.param == "small":
@@ -98,21 +98,27 @@ def batches_of(root, write, volume, cache):
     return [*loader.epoch(0)], root / entries[0]["image"]
 
 
+def prepared_and_segmented(root, name, volume):
+    """Return the batches of a volume in one format, and its labels by a network."""
+    batches, image = batches_of(root, WRITERS[name], volume, root / "cache")
+    checkpoint = write_checkpoint(root / "run/checkpoint-latest.pt", patch_size=(16, 16, 16))
+    words = ("--checkpoint", checkpoint, "--devices", "cpu", "--output", f"{root}/results/")
+    assert run("predict", image, *words) == 0
+    (result,) = (root / "results").iterdir()
+    assert result.name == f"0{written_suffix(image)}"
+    label = read_label(result)
+    assert same_grid(open_image(image).geometry, label.geometry) is None
+    return batches, label
+
+
+@pytest.fixture(scope="module")
+def of_nifti(volume, tmp_path_factory):
+    return prepared_and_segmented(tmp_path_factory.mktemp("nifti"), "NIfTI", volume)
+
+
 @pytest.mark.parametrize("kind", [name for name in WRITERS if name != "NIfTI"])
-def test_batches_and_labels_are_those_of_nifti(tmp_path, volume, kind):
-    checkpoint = write_checkpoint(tmp_path / "run/checkpoint-latest.pt", patch_size=(16, 16, 16))
-    found = []
-    for name in ("NIfTI", kind):
-        root = tmp_path / name
-        batches, image = batches_of(root, WRITERS[name], volume, root / "cache")
-        words = ("--checkpoint", checkpoint, "--devices", "cpu", "--output", f"{root}/results/")
-        assert run("predict", image, *words) == 0
-        (result,) = (root / "results").iterdir()
-        assert result.name == f"0{written_suffix(image)}"
-        label = read_label(result)
-        assert same_grid(open_image(image).geometry, label.geometry) is None
-        found.append((batches, label))
-    (batches, label), (others, other) = found
+def test_batches_and_labels_are_those_of_nifti(tmp_path, volume, of_nifti, kind):
+    (batches, label), (others, other) = of_nifti, prepared_and_segmented(tmp_path, kind, volume)
     for one, two in zip(batches, others, strict=True):
         assert torch.equal(one.image, two.image) and torch.equal(one.target, two.target)
     assert len(np.unique(label.array)) == 3 and same_grid(label.geometry, other.geometry) is None

@@ -4,7 +4,6 @@ The references are the arrays that were written, or tifffile's own reading.
 """
 
 import struct
-import subprocess
 import sys
 
 import nibabel as nib
@@ -588,15 +587,8 @@ def test_damaged_files_are_read_or_refused(tmp_path_factory, name):
     property_test(check, share=0.5)()
 
 
-def test_without_tifffile_the_message_names_the_extra(tmp_path):
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
     path = written(tmp_path / "scan.tif")
-    code = (
-        "import sys, pathlib; sys.modules['tifffile'] = None\n"
-        "from unet3d.images.image import open_image\n"
-        f"try: open_image(pathlib.Path({str(path)!r}))\n"
-        "except Exception as error: print(error)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == (
-        f"reading {path} needs tifffile: pip install 'unet3d-parallel[microscopy]'\n"
-    )
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    message = refusal(path, open_image)
+    assert message == f"reading {path} needs tifffile: pip install 'unet3d-parallel[microscopy]'"
