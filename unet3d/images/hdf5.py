@@ -29,10 +29,11 @@ from unet3d.images.microscopy import (
     placed,
     point_in_time,
     rounded,
+    states_spacing,
     written_place,
 )
 from unet3d.images.scratch import forget_pages
-from unet3d.images.source import AS_STATED, Reading, Source, beginning_of, whole_axes
+from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, beginning_of, whole_axes
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import plain_json
 
@@ -108,10 +109,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except (VolumeError, MemoryError):
         raise
     except Exception as error:  # h5py raises errors of any type for damaged files
-        raise VolumeError(
-            f"cannot read {path}: {printable(str(error), 200)}; it is damaged or incomplete: copy "
-            "it again"
-        ) from error
+        raise VolumeError(f"cannot read {path}: {printable(str(error), 200)}; {DAMAGED}") from error
 
 
 def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
@@ -234,7 +232,7 @@ def write_labels(
     with _Output(path, "w+") as output, h5py.File(output, "w") as file:
         options = {"chunks": chunks, "compression": "gzip", "dtype": labels.dtype}
         dataset = file.create_dataset(SEGMENTATION, labels.shape, **options)
-        if geometry.has_spacing or set(spacing_mm) != {1.0}:
+        if states_spacing(geometry):
             is_nm = geometry.unit == "nanometer" or any(origin_mm)
             for name in UNITS if is_nm else ("element_size_um",):
                 dataset.attrs[name] = rounded(np.array(spacing_mm[::-1]) / UNITS[name][1])

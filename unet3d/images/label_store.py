@@ -22,7 +22,7 @@ from unet3d.images.files import is_store, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
 from unet3d.images.label_names import HUES
-from unet3d.images.microscopy import NAMES, rounded
+from unet3d.images.microscopy import NAMES, rounded, states_spacing
 from unet3d.images.ome_zarr import COMPLETE
 from unet3d.images.scratch import parts
 from unet3d.images.units import Units, unit_mm
@@ -170,8 +170,7 @@ def _described(
     as another's.
     """
     unit = geometry.unit or NAMES[Units.of(geometry.spacing_mm).length]
-    is_known = geometry.has_spacing or set(geometry.spacing_mm) != {1.0}
-    axis = {"type": "space"} | ({"unit": unit} if is_known else {})
+    axis = {"type": "space"} | ({"unit": unit} if states_spacing(geometry) else {})
     one_mm = unit_mm(unit) or 1.0
     spacing, shape = np.array(geometry.spacing_mm)[::-1], np.array(geometry.shape)[::-1]
     levels: list[dict[str, Any]] = []

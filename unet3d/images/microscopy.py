@@ -139,6 +139,11 @@ def written_place(geometry: Geometry) -> tuple[Spacing, list[float]]:
     return stored.spacing_mm, [0.0] * 3 if is_turned else stored.affine[:3, 3].tolist()
 
 
+def states_spacing(geometry: Geometry) -> bool:
+    """Return whether labels state the spacing of a scan: not if all of it is the 1 mm assumed."""
+    return geometry.has_spacing or set(geometry.spacing_mm) != {1.0}
+
+
 def unit_name(mm: float | None) -> str | None:
     """Return OME's name of a unit with a length in mm; None for other units."""
     return next((name for symbol, name in NAMES.items() if unit_mm(symbol) == mm), None)

@@ -26,6 +26,8 @@ from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch, forget_pages
 from unet3d.inputs.reading import open_regular
 
+DAMAGED = "it is damaged or incomplete: copy it again"
+
 GZIP_MARK = b"\x1f\x8b"
 
 MAX_TAIL_BYTES = 2**20
@@ -140,7 +142,7 @@ def unreadable(path: Path | str, error: Exception) -> VolumeError:
     """Return the VolumeError for a file that could not be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     is_damage = type(error).__name__ in ("EOFError", "IsalError", "BadGzipFile", "BadZipFile")
-    advice = "; it is damaged or incomplete: copy it again" if is_damage else ""
+    advice = f"; {DAMAGED}" if is_damage else ""
     return VolumeError(f"cannot read {path}: {reason or type(error).__name__}{advice}")
 
 
@@ -167,7 +169,7 @@ def source_in_file(
     if begin < 0 or begin + num_bytes > file_bytes * (MAX_DEFLATE_RATIO if packing else 1):
         raise VolumeError(
             f"{path} claims the shape {times(shape)}, {num_bytes} bytes from byte {begin} on, but "
-            f"{file.name} has only {file_bytes}; it is damaged or incomplete"
+            f"{file.name} has only {file_bytes}; {DAMAGED}"
         )
     if not packing:
         _refuse_tail(path, file_bytes - begin - num_bytes)

@@ -26,13 +26,14 @@ from unet3d.images.microscopy import (
     placed,
     point_in_time,
     rounded,
+    states_spacing,
     unit_name,
     written_place,
     written_unit,
 )
 from unet3d.images.scratch import forget_pages
-from unet3d.images.source import AS_STATED, Reading, Source, beginning_of, whole_axes
-from unet3d.images.tiff_stack import DAMAGED, Planes, Stack, num_pages
+from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, beginning_of, whole_axes
+from unet3d.images.tiff_stack import Planes, Stack, num_pages
 from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
@@ -366,7 +367,7 @@ def write_labels(
     unit = written_unit(geometry)
     one_mm = unit_mm(unit) or 1.0
     x, y, z = rounded(np.array(spacing_mm) / one_mm)
-    is_known = geometry.has_spacing or set(spacing_mm) != {1.0}
+    is_known = states_spacing(geometry)
     planes = stored.T
     metadata: dict[str, Any] = {"axes": "ZYX"}
     if planes.itemsize < 4 and planes.nbytes < MAX_IMAGEJ_BYTES and _is_of_imagej(geometry.path):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
+from unet3d.images.source import DAMAGED
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
@@ -26,8 +27,6 @@ MAX_RATIO = 2**16
 
 MAX_THREADS = 8
 """More threads would unpack planes faster than they can be used."""
-
-DAMAGED = "it is damaged or incomplete: copy it again"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
