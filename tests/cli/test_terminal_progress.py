@@ -16,17 +16,19 @@ def test_a_scan_has_its_stages_and_windows(monkeypatch):
     with progress.scan(3, 12, "scan [a].nii.gz"):
         progress.stage("reading")
         assert terminal.shown()[-1].startswith("scan [a].nii.gz (3/12): reading")
-        progress.windows_done(0, 40)
+        progress.done(0, 40)
         assert terminal.shown()[-1].startswith("scan [a].nii.gz (3/12): predicting")
         terminal.seconds += 5.0
-        progress.windows_done(20, 40)
+        progress.done(20, 40)
         assert terminal.shown()[-1].endswith("window 20/40  4/s  5 s left")
-        progress.windows_done(21, 40)  # too soon after the last line
+        progress.done(21, 40)  # too soon after the last line
         assert not terminal.shown()
-        progress.windows_done(0, 90)  # begins again: the first windows did not fit into memory
+        progress.done(0, 90)  # begins again: the first windows did not fit into memory
         assert terminal.shown()[-1].endswith("window 0/90")
-        progress.windows_done(90, 90)
+        progress.done(90, 90)
         assert "finishing" in terminal.shown()[-1]
+        progress.done(0, 8, "block")
+        assert terminal.shown()[-1].endswith("block 0/8")
     with progress.scan(1, 1, "scan.nii"):
         progress.stage("reading")
         assert terminal.shown()[-1].startswith("scan.nii: reading")
@@ -37,5 +39,5 @@ def test_a_log_gets_no_live_line(monkeypatch):
     monkeypatch.setattr(terminal_progress, "Console", lambda **_: Console(file=log))
     progress = TerminalProgress(is_live=True)
     with progress.scan(1, 2, "scan.nii"):
-        progress.windows_done(2, 2)
+        progress.done(2, 2)
     assert log.getvalue() == ""
