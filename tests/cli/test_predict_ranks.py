@@ -200,7 +200,7 @@ def test_torchrun_starts_the_ranks_as_well(scans, checkpoint):
     assert run(*arguments, "alone", "--devices", "cpu") == 1
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unet3d")
     command = [sys.executable, *torchrun, *arguments, "ranks", "--parallel"]
-    how = {"capture_output": True, "text": True, "env": process_environment(), "timeout": 120}
+    how = {"capture_output": True, "text": True, "env": process_environment()}
     refused = subprocess.run([*command, "none"], **how)
     assert "Error: 2 ranks were started, but --parallel none predicts in one" in refused.stderr
     done = subprocess.run([*command, "data"], **how)
