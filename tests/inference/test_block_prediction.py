@@ -100,6 +100,16 @@ def test_a_block_that_fails_is_named_after_all_others_are_done(tmp_path):
     assert_complete(path)
 
 
+def test_a_block_that_cannot_be_written_is_given_back(tmp_path):
+    path = tmp_path / "labels.ome.zarr"
+    new_store(path)
+    (path / "0" / "c").touch()  # where a folder must be
+    with pytest.raises(OSError, match="labels.ome.zarr") as caught:
+        fill(path, labels_of)
+    assert caught.value.filename == str(path)
+    assert [list(folder.iterdir()) for folder in work_folder(path).iterdir()] == [[], []]
+
+
 def test_an_interruption_gives_the_block_back(tmp_path):
     path = tmp_path / "labels.ome.zarr"
     new_store(path)

@@ -139,7 +139,10 @@ class LabelStore:
     def write(self, level: int, box: Box, labels: npt.NDArray[Any]) -> None:
         """Write the labels (X, Y, Z) of a block, and flush its file to the disk."""
         array, place = self._arrays[level], box[::-1]
-        array[place] = labels.T
+        try:
+            array[place] = labels.T
+        except OSError as error:  # zarr's error does not always name a file
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         number = tuple(part.start // step for part, step in zip(place, array.shards, strict=True))
         file = self._path / array.path / array.metadata.encode_chunk_key(number)
         flush(file)
