@@ -16,6 +16,7 @@ from tests.cli import slow_prediction
 from tests.cli.slow_prediction import READING, WINDOWS
 from tests.command_line import labels_of, names_in, refusal, run, scan_array, wait_until
 from tests.images.samples import noise, write_volume
+from unet3d.distributed import launcher
 from unet3d.inference import prediction
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
@@ -242,7 +243,7 @@ def test_ranks_are_given_all_that_was_asked(words, asked, settings, checkpoint, 
     def launch(arguments, folder, **more):
         read.append(PredictionRequest.of(read_json(Path(arguments[1]))))
 
-    monkeypatch.setattr(prediction, "launch", launch)
+    monkeypatch.setattr(launcher, "launch", launch)
     own = ("--checkpoint", checkpoint, "--parallel", "spatial", "--devices", "cpu,cpu")
     assert run("predict", *own, *words, "--", *images) == 0
     placement = {"parallel.mode": "spatial", "parallel.devices": ["cpu", "cpu"]}

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from unet3d.config import ParallelSettings
 from unet3d.distributed import is_launched
 from unet3d.distributed.group import Group
-from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import (
@@ -329,6 +328,8 @@ def _start_ranks(
     request: PredictionRequest, dims: ParallelDims, say: Callable[[str], None] | None
 ) -> None:
     """Segment the scans in processes that are started, one for each device."""
+    from unet3d.distributed.launcher import launch, meeting_folder  # few predictions have ranks
+
     devices = list(map(str, dims.all_devices))
     placement = {"parallel.mode": dims.mode, "parallel.devices": devices}
     asked = request.model_copy(update={"settings": {**request.settings, **placement}})

@@ -35,10 +35,7 @@ from unet3d.images.files import (
 )
 from unet3d.images.image import open_source
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.scans import ENDINGS, Scan, is_whole
-
-ENDING = "_seg"
-"""End of the name of a segmentation beside its scan, before the suffix."""
+from unet3d.inference.scans import ENDING, ENDINGS, Scan, is_whole
 
 MOST_VOXELS = 2**31
 """Most voxels of a volume whose labels are written to a store as a whole, and not in blocks."""

@@ -40,6 +40,8 @@ PIECE_BYTES = 2**24
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 """Last bytes of every PNG file."""
 
+ENDING = "_seg"
+"""End of the name of a segmentation beside its scan, before the suffix."""
 
 ENDINGS = {"statistics": ".json", "preview": ".png", "probabilities": ".npy"}
 """Endings of the files beside a segmentation, by the option that requests each."""

@@ -36,8 +36,7 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork, wanted_precision
 from unet3d.inference.postprocessing import Rule, keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
-from unet3d.inference.scan_search import ENDING
-from unet3d.inference.scans import Scan, read_scan, write_segmentation
+from unet3d.inference.scans import ENDING, Scan, read_scan, write_segmentation
 from unet3d.parallel import image_dtype, resolve_precision
 from unet3d.planning.experiment import Experiment
 from unet3d.reports.figures import write_figure
