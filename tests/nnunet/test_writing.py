@@ -11,7 +11,7 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, assert_equal, random_weights
-from unet3d.atomic import _HOST, REPLACED
+from unet3d.atomic import HOST, REPLACED
 from unet3d.datasets.labels import Region
 from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
@@ -137,7 +137,7 @@ def test_a_folder_that_is_there_is_kept(tmp_path):
 
 
 def test_a_model_that_a_killed_process_was_replacing_is_there_again(tmp_path):
-    aside = tmp_path / f"{REPLACED}{_HOST}{'0' * 24}"
+    aside = tmp_path / f"{REPLACED}{HOST}{'0' * 24}"
     write_model({3: trained()}, aside / "model")
     with pytest.raises(ResultExistsError, match="model exists; add --overwrite to replace it"):
         write_model({0: trained()}, tmp_path / "model")
