@@ -33,7 +33,7 @@ from common import (
     words,
     write_record,
 )
-from large_predict import write_scan
+from large_predict import Pattern, write_scan
 from prediction import OVERLAP, ours, segment_ours, write_network
 from trainees import Problem
 
@@ -130,7 +130,7 @@ def commands(
 def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str, Any]:
     """Segment a part of a volume of 10^12 voxels."""
     scan = folder / "huge.ome.zarr"
-    write_scan(scan, (1, 1, 1), 1)
+    write_scan(scan, (1, 1, 1), Pattern((1, 1, 1), None), 1)
     group = zarr.open_group(scan, mode="r+")
     del group["0"]
     group.create_array("0", shape=(HUGE,) * 3, chunks=(128,) * 3, dtype="uint8")
@@ -155,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scan, network = folder / "scan.ome.zarr", folder / "network.pt"
-        write_scan(scan, arguments.shape, 1)
+        write_scan(scan, arguments.shape, Pattern(arguments.shape, None), 1)
         write_network(arguments, network)
         device = arguments.devices.split(",")[0]
         in_blocks = rate_in_blocks(arguments, scan, network, folder / "rate.ome.zarr", device)

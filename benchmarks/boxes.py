@@ -177,7 +177,7 @@ def measure(case: str, edge: int, folder: Path) -> dict[str, dict[str, Any]]:
         forget(folder)
         kept = folder / f"{name}.npy"
         said = [sys.executable, "-c", READ, path, kept, start, start + BOX]
-        child = subprocess.run(map(str, said), capture_output=True, text=True, check=False)
+        child = subprocess.run([str(word) for word in said], capture_output=True, text=True, check=False)
         lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
         row = {"reason": lines[-1]} if child.returncode else json.loads(lines[-1])
         inside = slice(start - FIRST, start - FIRST + BOX)

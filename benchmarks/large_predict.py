@@ -108,7 +108,8 @@ def write_network(path: Path, window: Shape, num_classes: int) -> UNet3d:
     torch.manual_seed(0)
     model = UNet3d(topology)
     with torch.no_grad():
-        (head,) = model.decoder.heads
+        heads: Any = model.decoder.heads
+        (head,) = heads
         head.weight -= head.weight.mean(dim=1, keepdim=True)
         head.bias.zero_()
     labels = range(num_classes)
