@@ -176,10 +176,12 @@ def measure(case: str, edge: int, folder: Path) -> dict[str, dict[str, Any]]:
     for name, start in STARTS.items():
         forget(folder)
         kept = folder / f"{name}.npy"
-        said = [sys.executable, "-c", READ, path, kept, start, start + BOX]
-        child = subprocess.run([str(word) for word in said], capture_output=True, text=True, check=False)
+        said = [sys.executable, "-c", READ, *map(str, (path, kept, start, start + BOX))]
+        child = subprocess.run(said, capture_output=True, text=True, check=False)
         lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
-        row = {"reason": lines[-1]} if child.returncode else json.loads(lines[-1])
+        row: dict[str, Any] = json.loads(lines[-1] if not child.returncode else "{}")
+        if child.returncode:
+            row["reason"] = lines[-1]
         inside = slice(start - FIRST, start - FIRST + BOX)
         if "reason" in row:
             pass
