@@ -66,7 +66,6 @@ class Planes:
         (height, width), shape = self.chunk, self.shape
         sizes = (rows.stop - rows.start, columns.stop - columns.start, shape[2])
         found = np.empty(sizes, self.dtype.newbyteorder("="))
-        content = np.asarray(np.memmap(self.file, np.uint8, "r"))
         for down in range(rows.start // height, math.ceil(rows.stop / height)):
             top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
             for aside in range(columns.start // width, math.ceil(columns.stop / width)):
@@ -76,23 +75,22 @@ class Planes:
                 found[
                     top - rows.start : bottom - rows.start,
                     left - columns.start : right - columns.start,
-                ] = self._strip(plane, number, content)[
+                ] = self._strip(plane, number)[
                     top - down * height : bottom - down * height,
                     left - aside * width : right - aside * width,
                 ]
         return found
 
-    def _strip(self, plane: int, number: int, content: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """Return a strip or tile, (rows, columns, channels), of the content of the file."""
+    def _strip(self, plane: int, number: int) -> npt.NDArray[Any]:
+        """Return a strip or tile, (rows, columns, channels); plain ones are mapped."""
         begin, num_strips = int(self.offsets[plane, number]), self.offsets.shape[1]
         page, channel = divmod(plane, len(self.offsets) // len(self.layouts))
         layout = self.layouts[page]
         if layout is None:
             rows = min(self.chunk[0], self.shape[0] - number * self.chunk[0])
-            num_bytes = rows * math.prod(self.shape[1:]) * self.dtype.itemsize
-            plain = content[begin : begin + num_bytes].view(self.dtype)
-            return plain.reshape(rows, *self.shape[1:])
-        packed = content[begin : begin + int(self.sizes[plane, number])].tobytes()
+            return np.memmap(self.file, self.dtype, "r", begin, (rows, *self.shape[1:]))
+        with open_regular(self.file) as file:
+            packed = os.pread(file.fileno(), int(self.sizes[plane, number]), begin)
         strip = channel * num_strips + number
         found: npt.NDArray[Any] = layout.decode(packed, strip, jpegtables=layout.jpegtables)[0][0]
         return found
