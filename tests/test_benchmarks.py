@@ -144,7 +144,9 @@ def test_memory_is_predicted_and_cubes_are_tried(run, load):
     (row,) = largest["rows"]
     (attempt,) = row["attempts"]
     assert attempt["edge"] == row["planned_edge"] // 32 * 32 > 0 and not attempt["trains"]
-    assert "allocate memory" in attempt["reason"] and "not all sizes were tried" in table
+    # Memory ends in PyTorch or in oneDNN, whichever asks for it first.
+    assert re.search("allocate memory|could not create a primitive", attempt["reason"])
+    assert "not all sizes were tried" in table
     memory, trainees = load("memory"), load("trainees")
     arguments = memory.make_parser().parse_args(small.split())
     problem = trainees.Problem(size=(16, 16, 16), batch_size=1, channels=(4, 8, 8))
