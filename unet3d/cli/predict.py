@@ -25,20 +25,16 @@ if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
 
 
-class _Part(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Such as 3/32."""
-
-    name = "K/N"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
-        """Return number and total."""
-        number, _, total = str(value).partition("/")
-        if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
-            self.fail(f"{value} is not a part such as 3/32, counted from 1", param, ctx)
-        return int(number), int(total)
-
-
-PART = _Part()
+def _part(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, int] | None:
+    """Return number and total of a part, such as 3/32."""
+    if value is None:
+        return None
+    number, _, total = value.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
+        raise click.BadParameter(f"{value!r} is no part such as 3/32, counted from 1.")
+    return int(number), int(total)
 
 
 @command("unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/")
@@ -126,7 +122,7 @@ PART = _Part()
     ),
     click.option(
         "--part",
-        type=PART,
+        callback=_part,
         metavar="K/N",
         help="Segment only every N-th block, beginning with the K-th; default: any that are left.",
     ),

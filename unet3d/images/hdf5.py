@@ -7,7 +7,6 @@ too: ``scan.h5:/raw``. Links, and datasets whose voxels are in other files, are 
 import io
 import itertools
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from unet3d.images.microscopy import (
     point_in_time,
     rounded,
     states_spacing,
+    warn_once,
     written_place,
 )
 from unet3d.images.scratch import forget_pages
@@ -45,11 +45,6 @@ SEGMENTATION, NAMES = "segmentation", "label_names"
 
 CHUNK = 64
 """Voxels of a written chunk along each axis."""
-
-logger = logging.getLogger(__name__)
-
-_incomplete: set[Path] = set()
-"""Volumes whose missing chunks have been mentioned."""
 
 
 class _Dataset:
@@ -189,14 +184,13 @@ def _refuse_unreadable(path: Path, dataset: Any) -> None:
         if not is_known(code):
             called = printable(name.decode(errors="replace")) or f"filter {code}"
             raise VolumeError(f"{path} is compressed by {called}: pip install hdf5plugin")
-    if dataset.chunks and path not in _incomplete:
+    if dataset.chunks:
         pairs = zip(dataset.shape, dataset.chunks, strict=True)
         number = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
         lacking = number - dataset.id.get_num_chunks()
         if lacking:
-            _incomplete.add(path)
             message = "%s lacks %d of %d chunks; their voxels are %s, as HDF5 defines"
-            logger.warning(message, path, lacking, number, dataset.fillvalue)
+            warn_once(path, message, lacking, number, dataset.fillvalue)
 
 
 def _place(dataset: Any, axes: Sequence[str]) -> tuple[list[float | None], list[float], str | None]:

@@ -22,7 +22,7 @@ from unet3d.images.files import is_store, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
 from unet3d.images.label_names import HUES
-from unet3d.images.microscopy import NAMES, rounded, states_spacing
+from unet3d.images.microscopy import NAMES, is_turned, rounded, states_spacing
 from unet3d.images.ome_zarr import COMPLETE
 from unet3d.images.scratch import parts
 from unet3d.images.units import Units, unit_mm
@@ -46,8 +46,7 @@ def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
     """Write labels (I, J, K), which may be mapped, into an empty folder, block by block."""
-    turned = geometry.affine[:3, :3] - np.diag(geometry.affine.diagonal()[:3])
-    if np.abs(turned).max() > 1e-3 * min(geometry.spacing_mm):
+    if is_turned(geometry):
         logger.warning("%s is written without the rotation of its scan: OME-Zarr has none", path)
     labels = geometry.in_ras(stored)
     LabelStore.create(path, geometry, labels.dtype, names)

@@ -134,9 +134,14 @@ def written_place(geometry: Geometry) -> tuple[Spacing, list[float]]:
     The origin is 0 if the axes of the scan are turned, which these formats cannot store.
     """
     stored = geometry.as_stored()
-    turned = stored.affine[:3, :3] - np.diag(stored.spacing_mm)
-    is_turned = np.abs(turned).max() > 1e-3 * min(stored.spacing_mm)
-    return stored.spacing_mm, [0.0] * 3 if is_turned else stored.affine[:3, 3].tolist()
+    origin_mm = [0.0] * 3 if is_turned(stored) else stored.affine[:3, 3].tolist()
+    return stored.spacing_mm, origin_mm
+
+
+def is_turned(geometry: Geometry) -> bool:
+    """Return whether axes do not run along X, Y, Z, which formats of microscopes cannot store."""
+    turned = geometry.affine[:3, :3] - np.diag(geometry.spacing_mm)
+    return bool(np.abs(turned).max() > 1e-3 * min(geometry.spacing_mm))
 
 
 def states_spacing(geometry: Geometry) -> bool:

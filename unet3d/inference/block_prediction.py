@@ -25,7 +25,7 @@ import numpy.typing as npt
 from unet3d import __version__
 from unet3d.atomic import new_folder
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError, counted
-from unet3d.images.files import is_store
+from unet3d.images.files import is_store, url_of
 from unet3d.images.image import Box, Image
 from unet3d.images.label_store import BLOCK, LabelStore
 from unet3d.images.ome_zarr import is_unfinished
@@ -78,7 +78,11 @@ def segment_in_blocks(
     job = {
         "version": __version__,
         **predictor.identity(),
-        "image": [str(geometry.path.absolute()), geometry.shape, geometry.spacing_mm],
+        "image": [
+            url_of(geometry.path) or str(geometry.path.absolute()),
+            geometry.shape,
+            geometry.spacing_mm,
+        ],
         "reading": request.reading().model_dump(mode="json"),
         "skip_background": request.skip_background,
     }

@@ -23,6 +23,7 @@ from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import (
     CheckpointError,
+    ConfigError,
     DatasetError,
     DeviceError,
     RankError,
@@ -123,6 +124,11 @@ def predict(
         says = group.is_first and not is_launched()
         with _naming_left(scans, request.overwrite, progress if says else None):
             in_blocks = any(scan.in_blocks for scan in scans.to_segment)
+            if in_blocks and dims.num_shards > 1:
+                raise ConfigError(
+                    "a result in blocks is computed by devices that each have whole windows; take "
+                    "smaller windows (--window), --parallel data, or --parallel model"
+                )
             # Each device has blocks of its own.
             will_deal = group.size == 1 and 1 < dims.num_replicas <= (
                 dims.num_replicas if in_blocks else num_left

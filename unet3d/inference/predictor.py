@@ -181,7 +181,10 @@ class Predictor:
             "network": weights.hexdigest(),
             "preparation": self.preprocessing.to_dict(),
             "settings": [
-                [window_of(one), one.config.inference.overlap, one.mirrored_axes]
+                [
+                    *(window_of(one), one.mirrored_axes),
+                    *(one.config.inference.overlap, one.config.inference.averaging),
+                ]
                 for one in described
             ],
             "precision": self._placed.precision,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from unet3d.config import Spacing
+from unet3d.config import Reading, Spacing
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
 from unet3d.images.files import (
     SUFFIXES,
@@ -88,7 +88,7 @@ def find_scans(
             place = _place(stem, images[0], output)
         else:
             place = output
-        in_blocks = _is_in_blocks(images[0], place, request)
+        in_blocks = _is_in_blocks(images[0], place, request, reading)
         scans.append(Scan(images=images, output=place, reading=reading, in_blocks=in_blocks))
     _refuse_collisions(scans, request)
     to_segment, kept, faults = [], [], []
@@ -218,7 +218,7 @@ def _refuse_irregular(path: Path) -> None:
         )
 
 
-def _is_in_blocks(image: Path, output: Path, request: PredictionRequest) -> bool:
+def _is_in_blocks(image: Path, output: Path, request: PredictionRequest, reading: Reading) -> bool:
     """Return whether a scan is segmented in blocks: on request, or if its labels are large."""
     asked = request.block is not None or request.part is not None
     is_store = volume_suffix(output) in ZARR.suffixes
@@ -230,7 +230,7 @@ def _is_in_blocks(image: Path, output: Path, request: PredictionRequest) -> bool
     is_large = False
     if is_store and not asked:
         with suppress(VolumeError):  # raised again when the scan is read
-            shape = open_source(image, request.reading()).geometry.shape
+            shape = open_source(image, reading).geometry.shape
             is_large = math.prod(shape) > MOST_VOXELS
     if not asked and not is_large:
         return False

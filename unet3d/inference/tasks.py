@@ -64,7 +64,9 @@ class Tasks:
         for one in (self._claims, self._done):
             one.mkdir(parents=True, exist_ok=True)
         self._lease_s = lease_s
-        with tempfile.TemporaryFile(dir=folder) as file:
+        self._ahead_s = 0.0
+        # Who may only read the folder can still see what is done.
+        with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
             # Ages are measured with the clock of the file system, which all processes share.
             self._ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
 
