@@ -8,15 +8,13 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, Field
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
@@ -33,165 +31,13 @@ from unet3d.images.microscopy import (
     rounded,
     warn_once,
 )
+from unet3d.images.ome_metadata import Axis, Multiscale, Node
 from unet3d.images.source import AS_STATED, Reading, Source, unreadable, whole_axes
 from unet3d.images.store_files import StoreFiles, joined
 from unet3d.images.units import Units, unit_mm
-from unet3d.inputs.plain_data import printable, shown, validated
-from unet3d.inputs.reading import plain_json
+from unet3d.inputs.plain_data import printable, shown
 
 logger = logging.getLogger(__name__)
-
-COMPLETE = "is_complete"
-"""Attribute, in the group ``unet3d``, of stores that are written here: no file may be missing."""
-
-Number = Annotated[float, Field(ge=-1e12, le=1e12)]
-Length = Annotated[float, Field(gt=0, le=1e12)]
-
-
-class _Axis(BaseModel):
-    name: str
-    unit: str | None = None
-
-
-class _Transform(BaseModel):
-    type: str
-    scale: list[Length] | None = None
-    translation: list[Number] | None = None
-
-
-def _inside(path: str) -> str:
-    if ".." in Path(path).parts or Path(path).is_absolute():
-        raise ValueError(f"{shown(path)} leads out of the store")
-    return path
-
-
-class _Level(BaseModel):
-    path: Annotated[str, AfterValidator(_inside)]
-    coordinateTransformations: list[_Transform] = []
-
-
-class _Multiscale(BaseModel):
-    axes: Annotated[list[_Axis], Field(min_length=2, max_length=5)]
-    datasets: Annotated[list[_Level], Field(min_length=1, max_length=64)]
-    coordinateTransformations: list[_Transform] = []
-
-    def placed(self, level: _Level) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the scale and translation along each axis, in the units of the axes."""
-        num_axes = len(self.axes)
-        scale, translation = np.ones(num_axes), np.zeros(num_axes)
-        for one in (*level.coordinateTransformations, *self.coordinateTransformations):
-            values = {"scale": one.scale, "translation": one.translation, "identity": []}
-            found = values.get(one.type)
-            if found is None or len(found) not in (num_axes, 0):
-                raise ValueError(
-                    f"a transformation of type {shown(one.type)} has no {num_axes} numbers"
-                )
-            if one.type == "scale":
-                scale, translation = scale * found, translation * found
-            elif one.type == "translation":
-                translation = translation + found
-        return scale, translation
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Node:
-    """A group or an array of a store, as its metadata describe it."""
-
-    files: StoreFiles
-    name: str
-    """Name of its folder."""
-    zarr_format: int
-    attributes: Mapping[str, Any]
-    array: Mapping[str, Any] | None
-    """The description of an array; None for a group."""
-
-    @classmethod
-    def of(cls, files: StoreFiles, name: str) -> "_Node | None":
-        """Read the metadata of a node; None if there is none."""
-
-        def content(file: str) -> Any:
-            found = files.metadata(joined(name, file))
-            try:
-                return None if found is None else _object(plain_json(found))
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}") from error
-
-        described = content("zarr.json")
-        if described is not None:
-            attributes = described.get("attributes", {})
-            array = described if described.get("node_type") == "array" else None
-        else:
-            array = content(".zarray")
-            if array is None and content(".zgroup") is None:
-                return None
-            attributes = content(".zattrs") or {}
-        return cls(
-            files=files,
-            name=name,
-            zarr_format=2 if described is None else 3,
-            attributes=_object(attributes),
-            array=array,
-        )
-
-    def child(self, name: str) -> "_Node | None":
-        """Return a node in this group; None if there is none."""
-        return _Node.of(self.files, joined(self.name, name))
-
-    @property
-    def ome(self) -> Mapping[str, Any]:
-        """The metadata of OME-Zarr 0.5, or of 0.4, which are not in a group of their own."""
-        ome = self.attributes.get("ome", self.attributes)
-        return ome if isinstance(ome, dict) else {}
-
-    @property
-    def pyramid(self) -> _Multiscale | None:
-        """The first pyramid of a group; None if it has none."""
-        listed = self.ome.get("multiscales")
-        if listed is None:
-            return None
-        first = listed[0] if isinstance(listed, list) and listed else listed
-        axes = first.get("axes") if isinstance(first, dict) else None
-        if not isinstance(axes, list) or not all(isinstance(one, dict) for one in axes):
-            raise ValueError("axes have no names and units as in versions 0.4 and 0.5")
-        return validated(_Multiscale, first)
-
-    @property
-    def channel_names(self) -> tuple[str, ...]:
-        """The labels of channels, or none."""
-        with suppress(LookupError, TypeError):
-            return tuple(printable(one["label"]) for one in self.ome["omero"]["channels"])
-        return ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of an array; empty for a group, or if it is not one of integers."""
-        shape = None if self.array is None else self.array.get("shape")
-        if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
-            return tuple(shape)
-        return ()
-
-    def levels(self, pyramid: _Multiscale) -> list["_Node"]:
-        """Return the arrays of a pyramid, up to one that is missing."""
-        found: list[_Node] = []
-        for level in pyramid.datasets:
-            node = self.child(level.path)
-            if node is None or len(node.shape) != len(pyramid.axes):
-                break
-            found.append(node)
-        return found
-
-    @property
-    def is_complete(self) -> bool | None:
-        """Whether a store that is written here has all of its files; None for other stores."""
-        ours = self.attributes.get("unet3d")
-        found = ours.get(COMPLETE) if isinstance(ours, dict) else None
-        return found if isinstance(found, bool) else None
-
-
-def _object(found: Any) -> Any:
-    if not isinstance(found, dict):
-        raise ValueError(f"it is {shown(found)}")
-    return found
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -203,7 +49,7 @@ def files_of(folder: Path) -> list[str]:
     """Return the files of metadata in a folder, and all files of its finest level."""
     inside = folder
     with suppress(VolumeError, ValueError, OSError):  # whoever opens the store says what is wrong
-        node = _Node.of(StoreFiles(folder), os.path.abspath(folder))
+        node = Node.of(StoreFiles(folder), os.path.abspath(folder))
         if node is not None and node.pyramid is not None:
             inside = folder / node.pyramid.datasets[0].path
     # Text, because the paths of 100,000 files would take seconds.
@@ -238,7 +84,7 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
         raise VolumeError(f"{files.volume} lacks the array of level {named or 0}; copy it again")
     shape = levels[0].shape
     if pyramid is None:
-        axes = [_Axis(name=name) for name in _plain_axes(node, reading)]
+        axes = [Axis(name=name) for name in _plain_axes(node, reading)]
         scales, translations = np.ones((1, len(shape))), np.zeros((1, len(shape)))
     else:
         axes = pyramid.axes
@@ -297,9 +143,9 @@ def _open(path: Path, files: StoreFiles, reading: Reading) -> Source:
     )
 
 
-def _root(files: StoreFiles) -> _Node:
+def _root(files: StoreFiles) -> Node:
     """Return the group or array that a path names; of several series, the first."""
-    node = _Node.of(files, files.root)
+    node = Node.of(files, files.root)
     if node is None:
         files.refuse_forbidden()
         raise VolumeError(
@@ -313,7 +159,7 @@ def _root(files: StoreFiles) -> _Node:
     return node
 
 
-def _pyramid_around(node: _Node) -> tuple[_Node, _Multiscale | None, int | None]:
+def _pyramid_around(node: Node) -> tuple[Node, Multiscale | None, int | None]:
     """Return the pyramid of a group, or that of which an array is a level, and the level's number.
 
     An array of its own has no pyramid, and is level 0.
@@ -325,7 +171,7 @@ def _pyramid_around(node: _Node) -> tuple[_Node, _Multiscale | None, int | None]
             )
         return node, node.pyramid, None
     folder, _, name = node.name.rpartition("/")
-    group = _Node.of(node.files, folder)
+    group = Node.of(node.files, folder)
     pyramid = None if group is None else group.pyramid
     if group is not None and pyramid is not None:
         paths = [level.path for level in pyramid.datasets]
@@ -334,7 +180,7 @@ def _pyramid_around(node: _Node) -> tuple[_Node, _Multiscale | None, int | None]
     return node, None, 0
 
 
-def _plain_axes(node: _Node, reading: Reading) -> Sequence[str]:
+def _plain_axes(node: Node, reading: Reading) -> Sequence[str]:
     """Return the names of the axes of an array; by default the last of z, y, x."""
     assert node.array is not None
     names = node.array.get("dimension_names") or node.attributes.get("_ARRAY_DIMENSIONS")
@@ -374,7 +220,7 @@ def _refuse_uneven(files: StoreFiles, shapes: Sequence[Shape], scales: npt.NDArr
             )
 
 
-def _refuse_lost_files(levels: Sequence[_Node]) -> None:
+def _refuse_lost_files(levels: Sequence[Node]) -> None:
     for level in levels:
         assert level.array is not None
         sides = level.array["chunk_grid"]["configuration"]["chunk_shape"]
@@ -385,7 +231,7 @@ def _refuse_lost_files(levels: Sequence[_Node]) -> None:
                 raise VolumeError(f"{level.files.volume} lacks its file {file}; write it again")
 
 
-def _instead(node: _Node) -> str:
+def _instead(node: Node) -> str:
     """Return what to name in place of a group."""
     if os.path.isdir(node.name):
         inner = next(filter(holds_store, sorted(Path(node.name).iterdir())), None)

@@ -1,65 +1,45 @@
-"""Opens TIFF stacks, OME-TIFF, ImageJ's files and folders of slices; writes labels as TIFF."""
+"""Opens TIFF stacks, OME-TIFF, ImageJ's files and folders of slices."""
 
 import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 
-from unet3d.errors import VolumeError, reason_of, some
+from unet3d.errors import VolumeError, some
 from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
-from unet3d.images.geometry import Geometry
-from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import (
     length_mm,
     named_axes,
-    package,
     placed,
     point_in_time,
-    rounded,
-    states_spacing,
     unit_name,
-    written_place,
-    written_unit,
 )
-from unet3d.images.scratch import forget_pages
-from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, beginning_of, whole_axes
-from unet3d.images.tiff_stack import Planes, Stack, num_pages
+from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, whole_axes
+from unet3d.images.tiff_labels import label_names as label_names
+from unet3d.images.tiff_labels import write_labels as write_labels
+from unet3d.images.tiff_stack import Planes, Stack, num_pages, opened_tiff
 from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
 
-# tifffile logs each oddity to stderr; what matters is checked here.
-logging.getLogger("tifffile").setLevel(logging.CRITICAL)
-
 MAX_SLICE_BYTES = 2**32
 """A larger file with one page is a stack: ImageJ describes only the first page of such a stack."""
-
-BUFFER_BYTES = 512
-"""Bytes read at once from the descriptions of pages, which may lie between voxels."""
-
-MAX_IMAGEJ_BYTES = 2**31
-"""More voxels than this, and a file may exceed the 4 GiB of ImageJ's format."""
 
 CENTIMETRE = 3
 """TIFF's unit of a resolution."""
 
 AXES = {"I": "z", "Q": "z", "S": "c"}
 """Axes by tifffile's letters: of pages whose meaning the file does not state, and of colours."""
-
-ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
-"""Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 
 class _Opened(NamedTuple):
@@ -181,29 +161,8 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     return Source(geometry, stack.dtype, lambda scratch: voxels, channel_names=names)
 
 
-@contextmanager
-def _tiff(file: Path) -> Iterator[Any]:
-    """Open a file with tifffile; whatever it raises becomes a VolumeError."""
-    beginning_of(file)
-    number = num_pages(file)
-    tifffile = package("tifffile", f"reading {file}")
-    try:
-        with (
-            open(file, "rb", BUFFER_BYTES) as opened,
-            tifffile.TiffFile(opened, name=str(file), **ONE_FILE) as tiff,
-        ):
-            if not number or not tiff.series:
-                raise VolumeError(f"{file} has no pages; {DAMAGED}")
-            yield tiff
-    except (VolumeError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file can raise anything in tifffile
-        reason = reason_of(error) if isinstance(error, OSError) else printable(str(error))
-        raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
-
-
 def _open(file: Path) -> _Opened:
-    with _tiff(file) as tiff:
+    with opened_tiff(file) as tiff:
         # Copies of reduced size are levels of a pyramid, or thumbnails.
         found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
         if len(found) > 1:
@@ -336,84 +295,3 @@ def _stated_by_ome(root: ElementTree.Element) -> tuple[dict[str, Any], tuple[str
         place["origin_mm"].append(float(plane.get(f"Position{axis}", 0)) * unit_of_position)
     place["unit"] = unit_name(unit_mm(unit))
     return place, tuple(printable(name) for name in names if name)
-
-
-def label_names(path: Path) -> dict[int, str]:
-    """Return the names of label values that :func:`write_labels` wrote, if there are any."""
-    with suppress(VolumeError, ElementTree.ParseError), _tiff(path) as tiff:
-        pairs = ElementTree.fromstring(tiff.ome_metadata or "<OME/>").iter()
-        named = [(one.get("K", ""), one.text or "") for one in pairs if one.tag.endswith("}M")]
-        note = str((tiff.imagej_metadata or {}).get("Info"))
-        named += re.findall(r"^label (\d+): (.+)$", note, re.MULTILINE)
-        return {
-            int(value): printable(name)
-            for value, name in named
-            if value.isdecimal() and int(value) and name
-        }
-    return {}
-
-
-def write_labels(
-    path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
-) -> None:
-    """Write labels (I, J, K) with the spacing of a scan: as OME-TIFF, or as ImageJ if it is so.
-
-    ImageJ does not read the spacing of OME-TIFF, and shows small numbers without a palette black.
-    """
-    tifffile = package("tifffile", f"writing {path}")
-    if stored.dtype.itemsize > 4:
-        raise VolumeError(f"cannot write {path}: TIFF has no labels above {2**32 - 1}; use .nii.gz")
-    spacing_mm, origin_mm = written_place(geometry)
-    unit = written_unit(geometry)
-    one_mm = unit_mm(unit) or 1.0
-    x, y, z = rounded(np.array(spacing_mm) / one_mm)
-    is_known = states_spacing(geometry)
-    planes = stored.T
-    metadata: dict[str, Any] = {"axes": "ZYX"}
-    if planes.itemsize < 4 and planes.nbytes < MAX_IMAGEJ_BYTES and _is_of_imagej(geometry.path):
-        options: dict[str, Any] = {"imagej": True}
-        metadata["Info"] = "".join(f"label {value}: {name}\n" for value, name in names.items())
-        if is_known:
-            options["resolution"] = (1 / x, 1 / y)
-            metadata |= {"unit": unit.replace("µ", "u"), "spacing": z}
-        if planes.itemsize == 1:
-            colours = np.array([hue.split() for hue in HUES], float) * (2**16 - 1)
-            palette = np.vstack([np.zeros((1, 3)), np.resize(colours, (255, 3))]).T
-            options |= {"photometric": "palette", "colormap": palette.astype(np.uint16)}
-    else:
-        options = {"ome": True, "photometric": "minisblack"}
-        if names:
-            metadata["MapAnnotation"] = {str(value): name for value, name in names.items()}
-        if is_known:
-            metadata |= {"PhysicalSizeX": x, "PhysicalSizeY": y, "PhysicalSizeZ": z}
-            metadata |= {f"PhysicalSize{axis}Unit": unit for axis in "XYZ"}
-        if any(origin_mm):
-            metadata["Plane"] = {
-                name: [value] * len(planes)
-                for axis, mm in zip("XYZ", rounded(np.array(origin_mm) / one_mm), strict=True)
-                for name, value in ((f"Position{axis}", mm), (f"Position{axis}Unit", unit))
-            }
-    tifffile.imwrite(
-        path,
-        _released(planes),
-        shape=planes.shape,
-        dtype=planes.dtype,
-        compression="zlib",
-        metadata=metadata,
-        **options,
-    )
-
-
-def _released(planes: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield planes, whose memory pages are released if they are of a file."""
-    for plane in planes:
-        yield np.ascontiguousarray(plane)
-        forget_pages(planes)
-
-
-def _is_of_imagej(path: Path) -> bool:
-    """Return whether a file is a stack that ImageJ saved, or describes as ImageJ does."""
-    if volume_suffix(path) in TIFF.suffixes and os.path.isfile(path):
-        with suppress(VolumeError), _tiff(path) as tiff:
-            return bool(tiff.is_imagej)
-    return False

@@ -4,10 +4,12 @@ tifffile finds the pages and decodes strips and tiles. It takes lost ones as zer
 stack whose chain of pages is broken; so both are checked here.
 """
 
+import logging
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,20 @@ import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of
-from unet3d.images.source import DAMAGED
+from unet3d.images.microscopy import package
+from unet3d.images.source import DAMAGED, beginning_of
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
+
+# tifffile logs each oddity to stderr; what matters is checked here.
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+
+BUFFER_BYTES = 512
+"""Bytes read at once from the descriptions of pages, which may lie between voxels."""
+
+ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
+"""Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
 MAX_RATIO = 2**16
 """Bound on the ratio of unpacked to packed size; zstd packs constant voxels about 32,000 times."""
@@ -169,3 +181,24 @@ def _follow(path: Path, descriptor: int) -> int:
         entries = number_at(place, counter)
         place = number_at(place + struct.calcsize(order + counter) + entries * entry_bytes, pointer)
     return len(known)
+
+
+@contextmanager
+def opened_tiff(file: Path) -> Iterator[Any]:
+    """Open a file with tifffile; whatever it raises becomes a VolumeError."""
+    beginning_of(file)
+    number = num_pages(file)
+    tifffile = package("tifffile", f"reading {file}")
+    try:
+        with (
+            open(file, "rb", BUFFER_BYTES) as opened,
+            tifffile.TiffFile(opened, name=str(file), **ONE_FILE) as tiff,
+        ):
+            if not number or not tiff.series:
+                raise VolumeError(f"{file} has no pages; {DAMAGED}")
+            yield tiff
+    except (VolumeError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can raise anything in tifffile
+        reason = reason_of(error) if isinstance(error, OSError) else printable(str(error))
+        raise VolumeError(f"cannot read {file}: {reason}; {DAMAGED}") from error
