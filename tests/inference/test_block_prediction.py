@@ -247,3 +247,16 @@ def test_ten_kills_lose_nothing(tmp_path, seed):
         workers[index] = begin(path)
     assert [worker.wait(300) for worker in workers] == [0] * len(workers)
     assert_complete(path)
+
+
+def test_devices_that_share_windows_cannot_compute_blocks(trained, tmp_path):
+    network, scan = trained
+    with pytest.raises(ConfigError, match="devices that each have whole windows"):
+        unet3d.predict(
+            *(scan, network),
+            output=tmp_path / "x.ome.zarr",
+            devices=["cpu", "cpu"],
+            parallel="spatial",
+            block=128,
+        )
+    assert not list(tmp_path.iterdir())
