@@ -19,7 +19,7 @@ zarr = pytest.importorskip("zarr")
 
 from tests.images.orientations import turn_to  # noqa: E402
 from tests.images.samples import noise, write_volume  # noqa: E402
-from tests.inference.block_labels import SHAPE, labels_of  # noqa: E402
+from tests.inference.block_labels import SHAPE, ahead, labels_of  # noqa: E402
 from tests.networks import write_checkpoint  # noqa: E402
 from unet3d.images.image import open_image  # noqa: E402
 from unet3d.images.label_names import read_label_names  # noqa: E402
@@ -50,7 +50,7 @@ def test_one_process_fills_the_store(tmp_path):
     path, done = tmp_path / "labels.ome.zarr", []
     new_store(path)
     (path / "0" / "0.partial").touch()  # of a process that was killed
-    assert fill(path, labels_of, blocks_done=lambda *both: done.append(both))
+    assert fill(path, ahead(labels_of), blocks_done=lambda *both: done.append(both))
     assert_complete(path)
     assert done == sorted(done)
     assert done[-1] == (18, 18)
@@ -64,10 +64,10 @@ def test_parts_complete_it_together(tmp_path):
         computed.append(str(box))
         return labels_of(box)
 
-    assert not fill(path, compute, Part(1, 3))
-    assert not fill(path, compute, Part(3, 3))
+    assert not fill(path, ahead(compute), Part(1, 3))
+    assert not fill(path, ahead(compute), Part(3, 3))
     assert len(computed) == 12
-    assert fill(path, compute, Part(2, 3))
+    assert fill(path, ahead(compute), Part(2, 3))
     assert len(set(computed)) == len(computed) == 18
     assert_complete(path)
 
@@ -75,10 +75,10 @@ def test_parts_complete_it_together(tmp_path):
 def test_what_was_done_is_forgotten_with_the_store(tmp_path):
     path = tmp_path / "labels.ome.zarr"
     new_store(path)
-    assert not fill(path, labels_of, Part(1, 3))
+    assert not fill(path, ahead(labels_of), Part(1, 3))
     shutil.rmtree(path)
     new_store(path)
-    assert fill(path, labels_of)
+    assert fill(path, ahead(labels_of))
     assert_complete(path)
 
 
@@ -94,9 +94,9 @@ def test_a_block_that_fails_is_named_after_all_others_are_done(tmp_path):
         return labels_of(box)
 
     with pytest.raises(VolumeError, match="1 block of 18 .* x 128 to 256, .*: a chunk is damaged"):
-        fill(path, compute)
+        fill(path, ahead(compute))
     assert len(computed) == 17
-    assert fill(path, labels_of)  # once it is repaired
+    assert fill(path, ahead(labels_of))  # once it is repaired
     assert_complete(path)
 
 
@@ -105,7 +105,7 @@ def test_a_block_that_cannot_be_written_is_given_back(tmp_path):
     new_store(path)
     (path / "0" / "c").touch()  # where a folder must be
     with pytest.raises(OSError, match="labels.ome.zarr") as caught:
-        fill(path, labels_of)
+        fill(path, ahead(labels_of))
     assert caught.value.filename == str(path)
     assert [list(folder.iterdir()) for folder in work_folder(path).iterdir()] == [[], []]
 
@@ -118,22 +118,45 @@ def test_an_interruption_gives_the_block_back(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fill(path, interrupted)
+        fill(path, ahead(interrupted))
     assert not list((work_folder(path) / "claims").iterdir())
-    assert fill(path, labels_of)
+    assert fill(path, ahead(labels_of))
     assert_complete(path)
+
+
+def test_the_next_block_is_begun_before_one_is_computed(tmp_path):
+    path, order = tmp_path / "labels.ome.zarr", []
+    new_store(path)
+
+    def begin(box, soon):
+        order.append(("begun", box))
+
+        def labels():
+            soon()
+            order.append(("computed", box))
+            return labels_of(box)
+
+        return labels
+
+    assert fill(path, begin)
+    assert_complete(path)
+    first, *others = [box for what, box in order if what == "begun"]
+    wanted = [("begun", first)]
+    for before, box in zip([first, *others], others, strict=False):
+        wanted += [("begun", box), ("computed", before)]
+    assert order == [*wanted, ("computed", others[-1])]
 
 
 def test_the_status_says_what_is_done(tmp_path):
     path = tmp_path / "labels.ome.zarr"
     new_store(path)
     assert status(path) == Status(is_complete=False, num_blocks=18)
-    assert not fill(path, labels_of, Part(1, 3))
+    assert not fill(path, ahead(labels_of), Part(1, 3))
     (work_folder(path) / "claims" / "0-1.0").write_text(HOST)  # of a process that is dead
     found = status(path)
     assert 0 < found.seconds_left < 60
     assert found[:5] == (False, 18, 6, 0, 1)
-    fill(path, labels_of)
+    fill(path, ahead(labels_of))
     assert status(path) == Status(is_complete=True, num_blocks=18, done=18)
     for name in (".", "none.ome.zarr"):
         with pytest.raises(ConfigError, match="is not a store that is written in blocks"):
@@ -200,13 +223,13 @@ def test_what_blocks_cannot_do_is_refused(trained, tmp_path, options, message):
 WORKER = """
 import sys, time
 from pathlib import Path
-from tests.inference.block_labels import labels_of
+from tests.inference.block_labels import ahead, labels_of
 from unet3d.inference import block_prediction
 block_prediction.POLL_SECONDS = 0.05
 def compute(box):
     time.sleep(float(sys.argv[2]))
     return labels_of(box)
-block_prediction.fill(Path(sys.argv[1]), compute)
+block_prediction.fill(Path(sys.argv[1]), ahead(compute))
 """
 
 
@@ -225,7 +248,7 @@ def test_a_frozen_process_harms_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(block_prediction, "POLL_SECONDS", 0.05)
     monkeypatch.setattr("unet3d.inference.tasks.LEASE_SECONDS", 0.5)
     monkeypatch.setattr(block_prediction.Tasks.__init__, "__defaults__", (0.5,))
-    assert fill(path, labels_of)
+    assert fill(path, ahead(labels_of))
     assert_complete(path)
     frozen.send_signal(signal.SIGCONT)
     assert frozen.wait(60) == 0

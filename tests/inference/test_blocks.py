@@ -1,6 +1,7 @@
 """Blocks of a large volume: their labels are those of the whole, wherever its blocks end."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tests.images.samples import write_volume
 from tests.networks import place, random_checkpoint
 from unet3d.config import InferenceSettings
 from unet3d.images.image import open_image
+from unet3d.preparation.prepared_image import PreparedImage
 
 SHAPE = (40, 29, 33)
 
@@ -41,7 +43,22 @@ def test_labels_do_not_depend_on_the_blocks(scan, settings, side):
     inference = InferenceSettings(window=(16, 16, 16), **settings)
     predictor = place(random_checkpoint(), inference=inference)
     found = predictor.prepared(scan)
-    whole = predictor.segment_block(found, tuple(slice(0, n) for n in SHAPE))
+    whole = predictor.begin_block(found, tuple(slice(0, n) for n in SHAPE))()
     assert min(np.bincount(whole.ravel(), minlength=3)) > 1000
     for box in boxes_of(SHAPE, side):
-        np.testing.assert_array_equal(predictor.segment_block(found, box), whole[box])
+        np.testing.assert_array_equal(predictor.begin_block(found, box)(), whole[box])
+
+
+def test_a_block_is_read_before_it_is_segmented(scan, monkeypatch):
+    reads = threading.Event()
+    planes = PreparedImage.planes
+
+    def watched(self, *place):
+        reads.set()
+        return planes(self, *place)
+
+    monkeypatch.setattr(PreparedImage, "planes", watched)
+    predictor = place(random_checkpoint(), inference=InferenceSettings(window=(16, 16, 16)))
+    segment = predictor.begin_block(predictor.prepared(scan), (slice(0, 16),) * 3)
+    assert reads.wait(10)
+    assert segment().shape == (16, 16, 16)

@@ -43,8 +43,13 @@ WORK = ".claims"
 POLL_SECONDS = 2.0
 """How often to look whether other processes have finished, or gave tasks back."""
 
-Compute = Callable[[Box], npt.NDArray[Any]]
-"""Returns the labels of a box of the store."""
+READ_AHEAD_FROM = 3 / 4
+"""Share of the windows of a block after which the next block is claimed and read. Much earlier, a
+process would hold a block at the end for which another one has time."""
+
+Begin = Callable[[Box, Callable[[], object]], Callable[[], npt.NDArray[Any]]]
+"""Begins to read a box of the store, and returns a function that returns its labels. This function
+calls the one that was given shortly before it returns."""
 
 
 class Part(NamedTuple):
@@ -97,13 +102,19 @@ def segment_in_blocks(
             if _takes_part(output, job, request.overwrite):  # another process was faster
                 raise FileExistsError(output)
 
-    def compute(box: Box) -> npt.NDArray[Any]:
-        if found.image is image:
-            return predictor.segment_block(found, box)
-        labels = predictor.segment_block(found, geometry.box_in_file(box))
-        return geometry.in_ras(labels)
+    def begin(box: Box, soon: Callable[[], object]) -> Callable[[], npt.NDArray[Any]]:
+        waiting = [soon]
 
-    return fill(output, compute, Part(*request.part or ()), blocks_done)
+        def windows_done(done: int, total: int) -> None:
+            while waiting and done >= READ_AHEAD_FROM * total:
+                waiting.pop()()
+
+        if found.image is image:
+            return predictor.begin_block(found, box, windows_done)
+        segment = predictor.begin_block(found, geometry.box_in_file(box), windows_done)
+        return lambda: geometry.in_ras(segment())
+
+    return fill(output, begin, Part(*request.part or ()), blocks_done)
 
 
 def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
@@ -172,7 +183,7 @@ def work_folder(store: Path) -> Path:
 
 def fill(
     path: Path,
-    compute: Compute,
+    begin: Begin,
     part: Part = WHOLE,
     blocks_done: WindowsDone = lambda done, total: None,
 ) -> bool:
@@ -191,8 +202,11 @@ def fill(
             # A process that starts late may have made the folder of claims again.
             if LabelStore(path).is_complete:
                 break
-            made = compute if level == 0 else partial(store.halved, level)
-            if not _Level(tasks, store, level, made).do(part if level == 0 else WHOLE, blocks_done):
+            if level == 0:
+                blocks, share = _Level(tasks, store, level, begin), part
+            else:
+                blocks, share = _Level(tasks, store, level, partial(_halving, store, level)), WHOLE
+            if not blocks.do(share, blocks_done):
                 return False
     except FileNotFoundError:  # another process has finished, and deleted the folder of claims
         if not LabelStore(path).is_complete:
@@ -202,58 +216,91 @@ def fill(
     return True
 
 
-class _Level:
-    """The blocks of a level, of which this process computes some."""
+def _halving(
+    store: LabelStore, level: int, box: Box, soon: Callable[[], object]
+) -> Callable[[], npt.NDArray[Any]]:
+    return lambda: store.halved(level, box)
 
-    def __init__(self, tasks: Tasks, store: LabelStore, level: int, compute: Compute) -> None:
-        self._tasks, self._store, self._level, self._compute = tasks, store, level, compute
+
+class _Level:
+    """The blocks of a level, of which this process computes some.
+
+    A block is read and written while others are computed.
+    """
+
+    def __init__(self, tasks: Tasks, store: LabelStore, level: int, begin: Begin) -> None:
+        self._tasks, self._store, self._level, self._begin = tasks, store, level, begin
         self._boxes = {f"{level}-{number}": box for number, box in enumerate(store.blocks(level))}
+        self._names: Sequence[str] = ()
         self._failures: dict[str, VolumeError] = {}
+        self._begun: tuple[Claim, Callable[[], npt.NDArray[Any]]] | None = None
+        """The next block, which is being read."""
         self._written: Future[None] | None = None
-        """Waits for the last block, which is written while the next one is computed."""
+        """Waits for the last block, which is being written."""
 
     def do(self, part: Part, blocks_done: WindowsDone) -> bool:
         """Do a part of the tasks, and return whether all are done."""
         names = part.of(list(self._boxes))
         # Processes that start at one time begin at different blocks.
         first = random.randrange(max(1, len(names)))
-        names = [*names[first:], *names[:first]]
-        while True:
-            done = self._tasks.done()
-            if self._level == 0:
-                blocks_done(len(done & self._boxes.keys()), len(self._boxes))
-            ended = done | self._failures.keys()
-            left = [name for name in names if name not in ended]
-            claim = next(filter(None, map(self._tasks.claim, left)), None)
-            if claim is not None:
-                self._begin(claim)
-            elif self._written is not None:
-                self._finish()
-            elif left:
-                time.sleep(POLL_SECONDS)  # other processes work on these
-            else:
-                break
+        self._names = [*names[first:], *names[:first]]
+        try:
+            self._do(blocks_done)
+        finally:
+            if self._begun is not None:  # an error, or an interruption
+                self._begun[0].give_back()
         if self._failures:
             name, error = next(iter(self._failures.items()))
             raise VolumeError(
                 f"{counted(len(self._failures), 'block')} of {len(self._boxes)} could not be "
                 f"segmented, such as {_in_words(self._boxes[name])}: {error}"
             )
-        return self._boxes.keys() <= done
+        return self._boxes.keys() <= self._tasks.done()
 
-    def _begin(self, claim: Claim) -> None:
-        """Compute a block, and begin to write it."""
-        box = self._boxes[claim.name]
+    def _do(self, blocks_done: WindowsDone) -> None:
+        """Compute blocks until none is left."""
+        while True:
+            if self._level == 0:
+                done = self._tasks.done() & self._boxes.keys()
+                blocks_done(len(done), len(self._boxes))
+            self._begin_next()
+            if self._begun is not None:
+                self._compute()
+            elif self._written is not None:
+                self._finish()
+            elif self._left():
+                time.sleep(POLL_SECONDS)  # other processes work on these
+            else:
+                break
+
+    def _left(self) -> list[str]:
+        ended = self._tasks.done() | self._failures.keys()
+        return [name for name in self._names if name not in ended]
+
+    def _begin_next(self) -> None:
+        """Claim a block and begin to read it, unless one is begun."""
+        if self._begun is None:
+            claim = next(filter(None, map(self._tasks.claim, self._left())), None)
+            if claim is not None:
+                with ExitStack() as stack:
+                    stack.callback(claim.give_back)
+                    self._begun = claim, self._begin(self._boxes[claim.name], self._begin_next)
+                    stack.pop_all()
+
+    def _compute(self) -> None:
+        """Compute the block that is begun, and begin to write it."""
+        assert self._begun is not None
+        (claim, labels_of), self._begun = self._begun, None
         with ExitStack() as stack:
             stack.callback(claim.give_back)
             try:
-                labels = self._compute(box)
+                labels = labels_of()
             except VolumeError as error:  # one damaged block must not stop the others
                 self._failures[claim.name] = error
                 return
             self._finish()
             stack.pop_all()
-        self._written = ahead(lambda: self._write(claim, box, labels))
+        self._written = ahead(lambda: self._write(claim, self._boxes[claim.name], labels))
 
     def _write(self, claim: Claim, box: Box, labels: npt.NDArray[Any]) -> None:
         try:

@@ -115,8 +115,8 @@ class ImageSlab:
         self._planes = torch.zeros(size, dtype=dtype, device=device)
         self._missing = deque(_pieces(windows, PIECE_VOXELS["cuda" if is_gpu(device) else "cpu"]))
         """Ranges of planes of the padded volume that are still to be made, in order."""
-        self._ahead: Callable[[], Tensor] | None = None
-        """Waits for the first range, if it is being made."""
+        self._ahead: Callable[[], Tensor] | None = self._begun()
+        """Waits for the first range, which is being made; None: all are made."""
 
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
         """Return the windows (N, C, X, Y, Z) with the given first voxels.
@@ -140,7 +140,8 @@ class ImageSlab:
         axis = self._windows.axis
         place = list(self._windows.inside)
         while self._missing and self._missing[0][0] < end:
-            begun, self._ahead = self._ahead or self._begun(), None
+            begun, self._ahead = self._ahead, None
+            assert begun is not None  # ranges are missing
             first, behind = self._missing.popleft()
             place[axis] = slice(first - self._first, behind - self._first)
             made = begun()

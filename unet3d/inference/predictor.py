@@ -1,7 +1,8 @@
 """Prediction: from the image of a scan to its label values."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -191,7 +192,7 @@ class Predictor:
         }
 
     def prepared(self, image: Image) -> PreparedImage:
-        """Return a large image, of which only statistics are read, for :meth:`segment_block`."""
+        """Return a large image, of which only statistics are read, for :meth:`begin_block`."""
         self._refuse_channels(image)
         if self._rules:
             raise VolumeError(
@@ -206,16 +207,16 @@ class Predictor:
         seen = self._seen(image)
         return self._measured(seen, whole_box(seen.geometry.shape))
 
-    def segment_block(
+    def begin_block(
         self,
         found: PreparedImage,
         block: Box,
         windows_done: WindowsDone = lambda done, total: None,
-    ) -> npt.NDArray[Any]:
-        """Return the label values (X, Y, Z) of a block of a large image, without post-processing.
+    ) -> Callable[[], npt.NDArray[Any]]:
+        """Begin to read a block of a large image, and return a function that segments it.
 
-        They are the same however the image is divided into blocks. Raises the errors of
-        :meth:`segment`.
+        The function returns the label values (X, Y, Z), without post-processing, or raises the
+        errors of :meth:`segment`. They are the same however the image is divided into blocks.
         """
         image = found.image.cut(block)
         needed, restoring = found.restoring().within(block)
@@ -239,8 +240,15 @@ class Predictor:
                 within=lambda box: planes_of(part.within(box)),
             )
 
-        self._fill(job, planes_of(found), windows_done, needed)
-        return labels.array
+        planes, slabs = planes_of(found), None
+        with suppress(VolumeError, DoesNotFitError):  # raised again when the block is segmented
+            slabs = self._logits.slabs(planes, windows_done, needed)
+
+        def segment() -> npt.NDArray[Any]:
+            self._fill(job, planes, windows_done, needed, slabs)
+            return labels.array
+
+        return segment
 
     def _kept(self, make: Make) -> Make:
         """Keep the last planes if several networks, each with a thread of its own, request them."""
@@ -311,12 +319,16 @@ class Predictor:
         planes: Planes,
         windows_done: WindowsDone,
         block: Box | None = None,
+        slabs: Iterator[torch.Tensor] | None = None,
     ) -> None:
-        """Compute the logits of a prepared image, and write its results on the original grid."""
+        """Compute the logits of a prepared image, and write its results on the original grid.
+
+        The logits may have been begun.
+        """
         path = "the image" if job is None else job.image.geometry.path
         try:
             with explaining_memory("its segmentation"):
-                self._computed(job, planes, windows_done, block)
+                self._computed(job, planes, windows_done, block, slabs)
         except NonFiniteLogitsError as error:  # all ranks raise it
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
@@ -327,18 +339,24 @@ class Predictor:
             raise (VolumeError if can_go_on else DoesNotFitError)(naming(path, error)) from error
 
     def _computed(
-        self, job: _Job | None, planes: Planes, windows_done: WindowsDone, block: Box | None
+        self,
+        job: _Job | None,
+        planes: Planes,
+        windows_done: WindowsDone,
+        block: Box | None,
+        slabs: Iterator[torch.Tensor] | None,
     ) -> None:
         """Compute windows; if several do not fit, start over with one per forward pass."""
         while True:
             try:
-                slabs = self._logits.slabs(planes, windows_done, block)
+                slabs = slabs or self._logits.slabs(planes, windows_done, block)
                 if job is not None:
                     job.write(slabs, longest_axis(planes.shape))
                 for _ in slabs:  # other ranks compute without writing
                     pass
                 return
             except DoesNotFitError:
+                slabs = None
                 if not self._logits.takes_fewer():
                     raise
 

@@ -103,7 +103,8 @@ class VolumeLogits:
 
         Logits of several networks are averaged, and ``windows_done`` counts all their windows.
         Planes of the image are requested in order. With a block, only the windows that reach into
-        it are computed, and only its logits are returned. For errors, see :func:`logit_slabs`.
+        it are computed, and only its logits are returned. The first planes are prepared at once,
+        in a thread. For errors, see :func:`logit_slabs`.
         """
         indices = range(len(self._networks))
         rounds = [list(indices)] if self._networks.add_up else [[index] for index in indices]
@@ -121,7 +122,11 @@ class VolumeLogits:
             some, cut = windows[number], image
             if block is not None and image.within is not None:
                 cut = image.within(some.part)
-            slabs = self._slabs_of(rounds[number], some, cut, counted)
+            network = self._networks.described[rounds[number][0]]
+            needed = bytes_of_image(network, some.slab)
+            device = with_room(self.input_device, needed, GPU_SHARE)
+            slab = ImageSlab(cut, some, network.dtype, device)
+            slabs = self._slabs_of(rounds[number], some, slab, counted)
             return slabs if block is None else cropped(slabs, some, block)
 
         first = self._networks.described[0]
@@ -133,17 +138,15 @@ class VolumeLogits:
         )
 
     def _slabs_of(
-        self, indices: Sequence[int], windows: Windows, image: Planes, windows_done: WindowsDone
+        self, indices: Sequence[int], windows: Windows, image: ImageSlab, windows_done: WindowsDone
     ) -> Iterator[Tensor]:
         """Yield the mean logits of networks that have the same windows."""
         for index in indices:  # so that an unreadable one raises its error before the first window
             self._placed.use(index)
         network = self._networks.described[indices[0]]
-        needed = bytes_of_image(network, windows.slab)
-        device = with_room(self.input_device, needed, GPU_SHARE)
         yield from logit_slabs(
             [self._predicting[index] for index in indices],
-            ImageSlab(image, windows, network.dtype, device),
+            image,
             windows,
             network.topology.num_classes,
             windows_done,
