@@ -1,20 +1,30 @@
 """Prediction in blocks: speed against a volume in memory and on two devices, and host memory.
 
     python benchmarks/blocks.py --shape 1024,1024,1024 --devices 0,1 --json blocks.json
+    python benchmarks/blocks.py --shape 2048,1024,1024 --devices 0,1 --predict=--tta --repeats 2
     python benchmarks/blocks.py --shape 256,256,256 --devices cpu --window 32,32,32 --channels 4,8
+    python benchmarks/blocks.py --shape 384,256,256 --block 128 --window 64,64,64 \
+        --channels 8,16,32 --workers 2
 
 The first line is the rate of windows from OME-Zarr to OME-Zarr in blocks, without the first block,
 against the same network on a volume in memory. Then ``unet3d predict --block`` runs in separate
-processes, on the first device and on all. Last, one process segments 20 blocks of a volume of 10^12
-voxels, whose chunks are all missing, so that they are zero. The network has random weights. Needs
-the extra ``microscopy``.
+processes, on the first device and on all, ``--repeats`` times each in turn; the shortest time
+counts. Last, one process segments 20 blocks of a volume of 10^12 voxels, whose chunks are all
+missing, so that they are zero. The network has random weights. ``--predict=--tta`` passes an option
+on. Needs the extra ``microscopy``.
+
+With ``--workers``, only the command runs, on a CPU: alone on one core, then that many times at
+once, on a core each.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--classes", type=int, default=3)
     parser.add_argument("--devices", default=one_device(), help="such as 0,1")
+    parser.add_argument("--predict", action="append", default=[], help="an option of predict")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each command")
+    parser.add_argument("--workers", type=int, help="processes on a core each")
     parser.add_argument("--huge-parts", type=int, default=400, help="parts of the 8,000 blocks")
     parser.set_defaults(finer=1000)  # the network works at the spacing of the scan, 1 µm
     return parser
@@ -111,19 +124,50 @@ def rate_in_blocks(
     return mean * (len(boxes) - 1) / (ends[len(boxes)] - ends[1])
 
 
+def command(arguments: argparse.Namespace, scan: Path, network: Path, output: Path) -> list[Any]:
+    """Return the command for any number of processes, without devices."""
+    said: list[Any] = [sys.executable, "-m", "unet3d", "predict", scan, "-c", network]
+    return [*said, "-o", output, "--block", arguments.block, *arguments.predict, "--continue"]
+
+
 def commands(
     arguments: argparse.Namespace, scan: Path, network: Path, folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Run the command on the first device and on all."""
+    rows: dict[str, dict[str, Any]] = {}
+    for repeat in range(arguments.repeats):
+        for devices in dict.fromkeys([arguments.devices.split(",")[0], arguments.devices]):
+            output = folder / f"{repeat}-on-{devices.replace(',', '-')}.ome.zarr"
+            said = command(arguments, scan, network, output)
+            row = run_watched([*said, "--devices", devices], {})
+            if "reason" in row:
+                sys.exit(f"unet3d predict on {devices}: {row['reason']}")
+            print(f"on {devices}: {row['seconds']:.1f} s, host {row['host_bytes'] / GIB:.2f} GiB")
+            if repeat == 0 or row["seconds"] < rows[devices]["seconds"]:
+                rows[devices] = row
+    return rows
+
+
+def on_cores(
+    arguments: argparse.Namespace, scan: Path, network: Path, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Run the command on one core, then once on each of several cores at the same time."""
     rows = {}
-    for devices in dict.fromkeys([arguments.devices.split(",")[0], arguments.devices]):
-        output = folder / f"on-{devices.replace(',', '-')}.ome.zarr"
-        said: list[object] = [sys.executable, "-m", "unet3d", "predict", scan, "-c", network]
-        said += ["-o", output, "--block", arguments.block, "--devices", devices]
-        rows[devices] = row = run_watched(said, {})
-        if "reason" in row:
-            sys.exit(f"unet3d predict on {devices}: {row['reason']}")
-        print(f"on {devices}: {row['seconds']:.1f} s, host {row['host_bytes'] / GIB:.2f} GiB")
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    for number in (1, arguments.workers):
+        said = command(arguments, scan, network, folder / f"by-{number}.ome.zarr")
+        said += ["--devices", "cpu"]
+        cores = sorted(os.sched_getaffinity(0))[:number]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(number) as threads:
+            on_core = [["taskset", "-c", core, *said] for core in cores]
+            ended = list(threads.map(partial(run_watched, environment=one_thread), on_core))
+        seconds = time.perf_counter() - began
+        for row in ended:
+            if "reason" in row:
+                sys.exit(f"unet3d predict: {row['reason']}")
+        rows[f"{number} on cores"] = {"seconds": seconds, "processes": ended}
+        print(f"{number} at once, on a core each: {seconds:.1f} s")
     return rows
 
 
@@ -134,7 +178,7 @@ def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str
     group = zarr.open_group(scan, mode="r+")
     del group["0"]
     group.create_array("0", shape=(HUGE,) * 3, chunks=(128,) * 3, dtype="uint8")
-    said: list[object] = [sys.executable, "-m", "unet3d", "predict", scan, "-c", network]
+    said: list[Any] = [sys.executable, "-m", "unet3d", "predict", scan, "-c", network]
     said += ["-o", folder / "of-huge.ome.zarr", "--part", f"1/{arguments.huge_parts}"]
     said += ["--overlap", "0", "--devices", arguments.devices.split(",")[0]]
     row = run_watched(said, {})
@@ -148,29 +192,42 @@ def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str
     return row
 
 
+def on_devices(
+    arguments: argparse.Namespace, scan: Path, network: Path, folder: Path
+) -> dict[str, Any]:
+    """Measure rates, the command on the devices, and memory."""
+    first, *_ = devices_named(words(arguments.devices))
+    device = arguments.devices.split(",")[0]
+    in_blocks = rate_in_blocks(arguments, scan, network, folder / "rate.ome.zarr", device)
+    in_memory = max(rate_in_memory(arguments, first, at_once) for at_once in (1, 4))
+    print(
+        f"windows a second: {in_blocks:.1f} from store to store, {in_memory:.1f} in memory, "
+        f"{in_blocks / in_memory:.3f}"
+    )
+    rows: dict[str, Any] = dict(commands(arguments, scan, network, folder))
+    if len(rows) == 2:
+        one, all_ = (row["seconds"] for row in rows.values())
+        print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
+    rows["huge"] = huge(arguments, network, folder)
+    rows["windows_a_second"] = {"in_blocks": in_blocks, "in_memory": in_memory}
+    return rows
+
+
 def main() -> None:
     """Measure, print the lines, write the record."""
     arguments = make_parser().parse_args()
-    first, *_ = devices_named(words(arguments.devices))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scan, network = folder / "scan.ome.zarr", folder / "network.pt"
         write_scan(scan, arguments.shape, Pattern(arguments.shape, None), 1)
         write_network(arguments, network)
-        device = arguments.devices.split(",")[0]
-        in_blocks = rate_in_blocks(arguments, scan, network, folder / "rate.ome.zarr", device)
-        in_memory = max(rate_in_memory(arguments, first, at_once) for at_once in (1, 4))
-        print(
-            f"windows a second: {in_blocks:.1f} from store to store, {in_memory:.1f} in memory, "
-            f"{in_blocks / in_memory:.3f}"
-        )
-        rows: dict[str, Any] = dict(commands(arguments, scan, network, folder))
-        if len(rows) == 2:
-            one, all_ = (row["seconds"] for row in rows.values())
-            print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
-        rows["huge"] = huge(arguments, network, folder)
-    rows["windows_a_second"] = {"in_blocks": in_blocks, "in_memory": in_memory}
-    names = ("shape", "block", "window", "channels", "classes", "huge_parts")
+        if arguments.workers is not None:
+            rows: dict[str, Any] = dict(on_cores(arguments, scan, network, folder))
+            alone, together = (row["seconds"] for row in rows.values())
+            print(f"{arguments.workers} at once: {alone / together:.2f} times as fast as one")
+        else:
+            rows = on_devices(arguments, scan, network, folder)
+    names = ("shape", "block", "window", "channels", "classes", "predict", "repeats", "huge_parts")
     write_record(
         arguments.json,
         devices_named(words(arguments.devices)),

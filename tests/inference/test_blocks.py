@@ -39,9 +39,10 @@ def scan(tmp_path_factory):
         ({"overlap": 0.3}, (7, 29, 33)),
     ],
 )
-def test_labels_do_not_depend_on_the_blocks(scan, settings, side):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_labels_do_not_depend_on_the_blocks(scan, settings, side, device):
     inference = InferenceSettings(window=(16, 16, 16), **settings)
-    predictor = place(random_checkpoint(), inference=inference)
+    predictor = place(random_checkpoint(), device, inference=inference)
     found = predictor.prepared(scan)
     whole = predictor.begin_block(found, tuple(slice(0, n) for n in SHAPE))()
     assert min(np.bincount(whole.ravel(), minlength=3)) > 1000
