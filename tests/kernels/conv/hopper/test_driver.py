@@ -119,7 +119,9 @@ def test_it_runs_in_threads_streams_and_graphs_on_every_gpu(sources):
                 kernel.launch(*given)
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # Without a stream, PyTorch would take one of the GPU that captured first.
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 kernel.launch(*given)
             graph.replay()
             graph.replay()
