@@ -52,9 +52,11 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.images.image import open_image
 from unet3d.images.label_store import LabelStore
+from unet3d.images.source import AS_STATED
 from unet3d.inference.block_prediction import segment_in_blocks
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.region import Region
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.windows import Windows
 
@@ -104,7 +106,8 @@ def rate_in_blocks(
     image = open_image([scan])
     request = PredictionRequest(block=arguments.block)
     segment_in_blocks(
-        image, output, predictor, request, lambda done, total: ends.append(time.perf_counter())
+        *(image, Region(image, request, AS_STATED), output, predictor, request),
+        lambda done, total: ends.append(time.perf_counter()),
     )
     topology = networks.described[0].topology
     boxes = LabelStore(output).blocks(0)

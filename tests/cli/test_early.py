@@ -57,6 +57,8 @@ ERRORS = [
     ("predict full", "full holds no volumes to segment"),
     ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),
     ("predict scan.nii.gz -c full", "full holds no checkpoint: neither checkpoint-latest.pt"),
+    ("predict scan.nii.gz --crop :,:,:4", "cannot be written in blocks; leave out --crop, or na"),
+    ("predict scan.nii.gz -o x.ome.zarr --mask missing.nii", "cannot read missing.nii: No such"),
     ("predict scan.nii.gz --parallel none --devices cpu,cpu", "parallel mode none uses one"),
     ("predict scan.nii.gz --precision float16", "--precision=float16 needs a GPU; use --prec"),
     ("predict scan.nii.gz -o pipe.nii", "cannot write pipe.nii: it is not a regular file"),

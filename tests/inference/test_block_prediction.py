@@ -56,6 +56,21 @@ def test_one_process_fills_the_store(tmp_path):
     assert done[-1] == (18, 18)
 
 
+def test_blocks_of_background_have_files_as_all_others(tmp_path):
+    path = tmp_path / "labels.ome.zarr"
+    new_store(path)
+    whole = labels_of([slice(0, size) for size in SHAPE])
+    whole[:, :128] = 0  # of the first level, half of the blocks
+    assert fill(path, ahead(lambda box: whole[box] if box[1].start else None))
+    files = [file for file in (path / "0" / "c").rglob("*") if file.is_file()]
+    assert len(files) == 18
+    np.testing.assert_array_equal(read_label(path).array, whole)
+    np.testing.assert_array_equal(read_label(path / "1").array, whole[::2])
+    files[0].unlink()
+    with pytest.raises(VolumeError, match="lacks its file"):
+        read_label(path)
+
+
 def test_parts_complete_it_together(tmp_path):
     path, computed = tmp_path / "labels.ome.zarr", []
     new_store(path)

@@ -1,6 +1,7 @@
 """``unet3d predict``."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,19 @@ def _part(
     if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
         raise click.BadParameter(f"{value!r} is no part such as 3/32, counted from 1.")
     return int(number), int(total)
+
+
+def _crop(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> list[tuple[int | None, int | None]] | None:
+    """Return the ends along X, Y, Z of a part along Z, Y, X, such as 0:50,:,100:."""
+    if value is None:
+        return None
+    found = re.fullmatch(",".join([r"\s*(\d*):(\d*)\s*"] * 3), value, re.ASCII)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is no part along Z, Y, X such as 0:50,:,100:400.")
+    ends = [int(end) if end else None for end in found.groups()]
+    return [(ends[4], ends[5]), (ends[2], ends[3]), (ends[0], ends[1])]
 
 
 @command("unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/")
@@ -119,6 +133,19 @@ def _part(
         type=int,
         metavar="SIDE",
         help="Voxels along a side of the blocks of a large OME-Zarr; default: 512.",
+    ),
+    click.option(
+        "--crop",
+        callback=_crop,
+        metavar="Z:Z,Y:Y,X:X",
+        help="Segment only this part of an image into an OME-Zarr, such as 0:50,:,100:400; windows "
+        "and statistics are those of the whole.",
+    ),
+    click.option(
+        "--mask",
+        type=FILE,
+        help="Volume of the image's extent, in any resolution: where it is 0, voxels become "
+        "background in the OME-Zarr, and blocks are not computed.",
     ),
     click.option(
         "--part",

@@ -135,11 +135,18 @@ class LabelStore:
         ]
         return [(x, y, z) for z, y, x in itertools.product(*lines)]
 
-    def write(self, level: int, box: Box, labels: npt.NDArray[Any]) -> None:
-        """Write the labels (X, Y, Z) of a block, and flush its file to the disk."""
+    def write(self, level: int, box: Box, labels: npt.NDArray[Any] | None) -> None:
+        """Write the labels (X, Y, Z) of a block, and flush its file to the disk.
+
+        Of a block of background, which may be given as None, one chunk is written: missing chunks
+        of a file are background, and compressing all would take a hundred times as long.
+        """
         array, place = self._arrays[level], box[::-1]
         try:
-            array[place] = labels.T
+            if labels is None or not labels.any():
+                array[tuple(part.start for part in place)] = 0
+            else:
+                array[place] = labels.T
         except OSError as error:  # zarr's error does not always name a file
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         number = tuple(part.start // step for part, step in zip(place, array.shards, strict=True))

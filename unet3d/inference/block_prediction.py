@@ -12,7 +12,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -26,10 +26,12 @@ from unet3d import __version__
 from unet3d.atomic import new_folder
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError, counted
 from unet3d.images.files import is_store, url_of
+from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box, Image
 from unet3d.images.label_store import BLOCK, LabelStore
 from unet3d.images.ome_zarr import is_unfinished
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.region import Region
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.sliding_window import WindowsDone
 from unet3d.inference.tasks import Claim, Tasks
@@ -47,9 +49,12 @@ READ_AHEAD_FROM = 3 / 4
 """Share of the windows of a block after which the next block is claimed and read. Much earlier, a
 process would hold a block at the end for which another one has time."""
 
-Begin = Callable[[Box, Callable[[], object]], Callable[[], npt.NDArray[Any]]]
+LabelsOf = Callable[[], npt.NDArray[Any] | None]
+"""Returns the labels of a box of the store; None: all of it is background."""
+
+Begin = Callable[[Box, Callable[[], object]], LabelsOf]
 """Begins to read a box of the store, and returns a function that returns its labels. This function
-calls the one that was given shortly before it returns."""
+calls the one that was given shortly before it returns, unless it returns at once."""
 
 
 class Part(NamedTuple):
@@ -68,12 +73,13 @@ WHOLE = Part()
 
 def segment_in_blocks(
     image: Image,
+    region: Region,
     output: Path,
     predictor: Predictor,
     request: PredictionRequest,
     blocks_done: WindowsDone,
 ) -> bool:
-    """Take part in the segmentation of a large image, and return whether the store is complete.
+    """Take part in the segmentation of a region of an image; return whether the store is complete.
 
     The first process makes the store. Raises ConfigError if the store was begun with other
     networks, settings or another image.
@@ -83,26 +89,27 @@ def segment_in_blocks(
     job = {
         "version": __version__,
         **predictor.identity(),
-        "image": [
-            url_of(geometry.path) or str(geometry.path.absolute()),
-            geometry.shape,
-            geometry.spacing_mm,
-        ],
+        "image": _described(geometry),
+        "crop": [(part.start, part.stop) for part in region.box],
+        "mask": region.mask and _described(region.mask),
         "reading": request.reading().model_dump(mode="json"),
         "skip_background": request.skip_background,
     }
     job = json.loads(json.dumps(job))
     dtype = np.min_scalar_type(max(predictor.preprocessing.label_values))
-    block = request.block or BLOCK
+    block, written = request.block or BLOCK, image.cut(region.box).geometry
     while not _takes_part(output, job, request.overwrite):
         with suppress(FileExistsError), new_folder(output, replace=request.overwrite) as unfinished:
             LabelStore.create(
-                unfinished, geometry, dtype, predictor.label_names, block=block, job=job
+                unfinished, written, dtype, predictor.label_names, block=block, job=job
             )
             if _takes_part(output, job, request.overwrite):  # another process was faster
                 raise FileExistsError(output)
 
-    def begin(box: Box, soon: Callable[[], object]) -> Callable[[], npt.NDArray[Any]]:
+    def begin(box: Box, soon: Callable[[], object]) -> LabelsOf:
+        return region.begin(box, partial(begin_part, soon))
+
+    def begin_part(soon: Callable[[], object], box: Box) -> Callable[[], npt.NDArray[Any]]:
         waiting = [soon]
 
         def windows_done(done: int, total: int) -> None:
@@ -115,6 +122,12 @@ def segment_in_blocks(
         return lambda: geometry.in_ras(segment())
 
     return fill(output, begin, Part(*request.part or ()), blocks_done)
+
+
+def _described(geometry: Geometry) -> list[Any]:
+    """Return what tells a volume from others."""
+    place = url_of(geometry.path) or str(geometry.path.absolute())
+    return [place, geometry.shape, geometry.spacing_mm]
 
 
 def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
@@ -216,9 +229,7 @@ def fill(
     return True
 
 
-def _halving(
-    store: LabelStore, level: int, box: Box, soon: Callable[[], object]
-) -> Callable[[], npt.NDArray[Any]]:
+def _halving(store: LabelStore, level: int, box: Box, soon: Callable[[], object]) -> LabelsOf:
     return lambda: store.halved(level, box)
 
 
@@ -233,7 +244,8 @@ class _Level:
         self._boxes = {f"{level}-{number}": box for number, box in enumerate(store.blocks(level))}
         self._names: Sequence[str] = ()
         self._failures: dict[str, VolumeError] = {}
-        self._begun: tuple[Claim, Callable[[], npt.NDArray[Any]]] | None = None
+        self._claims: Iterator[Claim] = iter(())
+        self._begun: tuple[Claim, LabelsOf] | None = None
         """The next block, which is being read."""
         self._written: Future[None] | None = None
         """Waits for the last block, which is being written."""
@@ -280,7 +292,10 @@ class _Level:
     def _begin_next(self) -> None:
         """Claim a block and begin to read it, unless one is begun."""
         if self._begun is None:
-            claim = next(filter(None, map(self._tasks.claim, self._left())), None)
+            claim = next(self._claims, None)
+            if claim is None:  # perhaps blocks that were given back are left
+                self._claims = filter(None, map(self._tasks.claim, self._left()))
+                claim = next(self._claims, None)
             if claim is not None:
                 with ExitStack() as stack:
                     stack.callback(claim.give_back)
@@ -302,7 +317,7 @@ class _Level:
             stack.pop_all()
         self._written = ahead(lambda: self._write(claim, self._boxes[claim.name], labels))
 
-    def _write(self, claim: Claim, box: Box, labels: npt.NDArray[Any]) -> None:
+    def _write(self, claim: Claim, box: Box, labels: npt.NDArray[Any] | None) -> None:
         try:
             self._store.write(self._level, box, labels)
             claim.finish()

@@ -316,11 +316,14 @@ class _Job:
     def _segment_blocks(self, scan: Scan, predictor: Predictor) -> None:
         """Take part in the segmentation of a large image."""
         from unet3d.inference.block_prediction import segment_in_blocks  # needs zarr
+        from unet3d.inference.region import Region
 
         self._progress.stage("preparing")
         make_folder_of(scan.output)
+        image = open_image(scan.images, self._scratch, scan.reading)
         is_complete = segment_in_blocks(
-            open_image(scan.images, self._scratch, scan.reading),
+            image,
+            Region(image, self._request, scan.reading, self._scratch),
             scan.output,
             predictor,
             self._request,

@@ -10,6 +10,10 @@ from unet3d.config import Config, ParallelSettings, Reading, Spacing
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import explained
 
+End = Annotated[int, Field(ge=0)] | None
+Crop = tuple[tuple[End, End], tuple[End, End], tuple[End, End]]
+"""First voxel and end along X, Y, Z; None: those of the image."""
+
 
 class PredictionRequest(BaseModel):
     """Scans, checkpoints, settings and outputs of a prediction."""
@@ -41,6 +45,10 @@ class PredictionRequest(BaseModel):
     """Voxels along each side of a block of a large image; None: 512."""
     part: tuple[int, int] | None = None
     """A fixed share of the blocks, as number and total, counted from 1; None: any that are left."""
+    crop: Crop | None = None
+    """Part of a large image that is segmented, first voxel and end along X, Y, Z; None: all."""
+    mask: Path | None = None
+    """Volume of the image's extent; where it is zero, voxels become background."""
     goes_on: bool = False
     """Whether complete results are kept, also of a single scan, and incomplete ones replaced."""
     overwrite: bool = False

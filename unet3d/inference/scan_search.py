@@ -33,7 +33,7 @@ from unet3d.images.files import (
     volume_suffix,
     written_suffix,
 )
-from unet3d.images.image import open_source
+from unet3d.images.image import open_image, open_source
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import ENDING, ENDINGS, Scan, is_whole
 
@@ -99,6 +99,10 @@ def find_scans(
                 _refuse_irregular(result)
             if not request.overwrite:
                 refuse_existing(scan, request)
+            if scan.in_blocks and (request.crop or request.mask):
+                from unet3d.inference.region import Region  # most predictions have none
+
+                Region(open_image(scan.images, reading=scan.reading), request, scan.reading)
             _refuse_unwritable(scan.output)  # last, because results that are kept are not written
             to_segment.append(scan)
         except ResultExistsError:
@@ -117,6 +121,8 @@ def refuse_early(request: PredictionRequest) -> None:
     inputs, output = request.images, request.output
     if not any(url_of(path) or os.path.exists(file_of(path)) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
+    if request.mask is not None:
+        open_source(request.mask, request.reading().near(None))
     for path in inputs:
         if is_collection(path):
             _volumes_in(path)
@@ -128,6 +134,7 @@ def refuse_early(request: PredictionRequest) -> None:
                 place = output
             else:
                 continue
+            _asks_for_blocks(place, request)
             _refuse_collisions([Scan(images=(path,), output=place)], request)
             _refuse_irregular(place)
             if not request.overwrite and not request.goes_on:
@@ -174,7 +181,8 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
 
 
 def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> None:
-    sources = {os.path.realpath(file_of(image)) for scan in scans for image in scan.images}
+    inputs = [*(image for scan in scans for image in scan.images), *filter(None, [request.mask])]
+    sources = {os.path.realpath(file_of(image)) for image in inputs}
     by_output: dict[str, Scan] = {}
     for scan in scans:
         url = url_of(scan.output)
@@ -220,24 +228,29 @@ def _refuse_irregular(path: Path) -> None:
 
 def _is_in_blocks(image: Path, output: Path, request: PredictionRequest, reading: Reading) -> bool:
     """Return whether a scan is segmented in blocks: on request, or if its labels are large."""
-    asked = request.block is not None or request.part is not None
-    is_store = volume_suffix(output) in ZARR.suffixes
-    if asked and not is_store:
-        raise ConfigError(
-            f"{output} cannot be written in blocks; leave out --block and --part, or name a store, "
-            "such as -o result.ome.zarr"
-        )
+    is_asked = _asks_for_blocks(output, request)
     is_large = False
-    if is_store and not asked:
+    if volume_suffix(output) in ZARR.suffixes and not is_asked:
         with suppress(VolumeError):  # raised again when the scan is read
             shape = open_source(image, reading).geometry.shape
             is_large = math.prod(shape) > MOST_VOXELS
-    if not asked and not is_large:
+    if not is_asked and not is_large:
         return False
     beside = [f"--{name}" for name in ENDINGS if getattr(request, name)]
     if beside:
         raise ConfigError(f"{output} is written in blocks; leave out {' and '.join(beside)}")
     return True
+
+
+def _asks_for_blocks(output: Path, request: PredictionRequest) -> bool:
+    """Return whether options ask for blocks; ConfigError if the output cannot have them."""
+    given = [name for name in ("block", "part", "crop", "mask") if getattr(request, name)]
+    if given and volume_suffix(output) not in ZARR.suffixes:
+        raise ConfigError(
+            f"{output} cannot be written in blocks; leave out --{' and --'.join(given)}, or name "
+            "a store, such as -o result.ome.zarr"
+        )
+    return bool(given)
 
 
 def _may_be_filled(path: Path) -> bool:
