@@ -39,7 +39,7 @@ class Noting:
 def opened(axes):
     """Return an array that notes, and voxels (I, J, K, C) over it."""
     array = Noting(axes)
-    return array, ChunkedVoxels(Path("scan.zarr"), array, axes, array.chunks)
+    return array, ChunkedVoxels(Path("scan.zarr"), array, axes)
 
 
 def in_order(array, axes):

@@ -82,7 +82,7 @@ def test_axes_follow_tags_labels_and_sizes(tmp_path):
     last = np.moveaxis(CHANNELS, 0, 3)
     np.testing.assert_array_equal(read_image(written(path, last)), expected)
     middle = np.moveaxis(CHANNELS, 0, 1)
-    assert "4 axes (7x2x40x50) without names; name them with --axes" in refusal(
+    assert "4 axes (7x2x40x50) without names; a volume needs z, y and x" in refusal(
         written(path, middle)
     )
     np.testing.assert_array_equal(open_image(path, reading=Reading(axes="zcyx")).whole(), expected)
@@ -100,7 +100,7 @@ def test_axes_follow_tags_labels_and_sizes(tmp_path):
     def read_as(axes):
         return refusal(path, lambda path: open_image(path, reading=Reading(axes=axes)))
 
-    assert "4 axes (50x40x7x2), named z,y,x; a volume needs z, y and x" in read_as("zyx")
+    assert "4 axes (50x40x7x2) named z,y,x; a volume needs z, y and x" in read_as("zyx")
     assert "named z,y,x,x; a volume needs z, y and x, each once" in read_as("zyxx")
     assert "2 positions along its axis q; if they are points in time" in read_as("xyzq")
 
@@ -212,7 +212,7 @@ def test_a_missing_filter_is_named(tmp_path, monkeypatch):
     path = written(tmp_path / "scan.h5", compression="lzf")
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
     monkeypatch.setitem(sys.modules, "hdf5plugin", None)
-    assert "is compressed by lzf: pip install hdf5plugin" in refusal(path)
+    assert "in a way that h5py lacks: pip install hdf5plugin" in refusal(path)
 
 
 PACKED = {"chunks": (2, 4, 4), "compression": "gzip"}

@@ -1,15 +1,15 @@
 """OME-Zarr and plain zarr arrays, written by zarr itself, against NumPy."""
 
-import asyncio
 import errno
 import json
 import math
 import shutil
+import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -21,18 +21,16 @@ from tests.images.samples import refusal, write_volume
 from tests.images.zarr_stores import SPACING, VOXELS, axes_named, scaled, store, zipped
 from tests.mutations import mutated, property_test
 from unet3d.errors import VolumeError
-from unet3d.images import ome_zarr, store_files
+from unet3d.images import ome_zarr
 from unet3d.images.files import members, stands_for_volume, volume_stem, written_suffix
 from unet3d.images.geometry import same_grid
 from unet3d.images.image import open_image, open_source
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.source import Reading
-from unet3d.images.store_files import StoreFiles
-from unet3d.inputs.reading import open_regular
 
 zarr = pytest.importorskip("zarr")
-numcodecs = pytest.importorskip("numcodecs")
+zarr_store = pytest.importorskip("unet3d.images.zarr_store")
 
 
 def changed(path, change, name="zarr.json"):
@@ -97,7 +95,8 @@ def test_parts_of_a_zip_file_are_named_and_read_in_parts(tmp_path, monkeypatch):
     )
     np.testing.assert_array_equal(coarse.whole()[0], VOXELS[::2, ::2, ::2].T)
     assert "is not a zarr store" in refusal(path / "labels" / "others", open_image)
-    read, image = counted_reads(monkeypatch), open_image(path)
+    image = open_image(path)
+    read = counted_reads(monkeypatch)
     np.testing.assert_array_equal(
         image.read((slice(3, 5), slice(8, 9), slice(0, 4))), VOXELS.T[None, 3:5, 8:9, :4]
     )
@@ -192,7 +191,7 @@ def test_axes_are_stated_where_a_file_has_no_names(tmp_path):
     path = tmp_path / "scan.zarr"
     zarr.create_array(path, data=np.stack([VOXELS, VOXELS + 1], axis=-1))
     message = refusal(path, open_image)
-    assert "4 axes (9x17x21x2) without names; name them with --axes, such as czyx" in message
+    assert "4 axes (9x17x21x2) without names; a volume needs z, y and x" in message
     image = open_image(path, reading=Reading(axes="zyxc", spacing_mm=(1e-5, 1e-5, 2e-5)))
     assert image.geometry.spacing_mm == (1e-5, 1e-5, 2e-5)
     np.testing.assert_array_equal(image.read(channel=1)[0], VOXELS.T + 1)
@@ -252,14 +251,14 @@ def test_a_scale_without_a_unit_is_said_once_for_a_folder(tmp_path, caplog):
 
 def counted_reads(monkeypatch):
     """Return a list that gets the name in the store and the number of bytes of each read."""
-    found, read = [], StoreFiles.read
+    found, read = [], zarr_store.StoreFiles._part
 
-    def counted(self, name, *part):
-        content = read(self, name, *part)
-        found.append((name.removeprefix(self.root)[1:], len(content or b"")))
+    def counted(self, key, *part):
+        content = read(self, key, *part)
+        found.append((key.partition("/")[2], len(content or b"")))
         return content
 
-    monkeypatch.setattr(StoreFiles, "read", counted)
+    monkeypatch.setattr(zarr_store.StoreFiles, "_part", counted)
     return found
 
 
@@ -286,7 +285,10 @@ def test_missing_chunks_are_the_fill_value_and_said_once(tmp_path, caplog):
         np.testing.assert_array_equal(open_image(path).whole()[0], expected.T)
     messages = [one.getMessage() for one in caplog.records]
     assert len(messages) == 1
-    assert f"{path} has no file for some chunks, such as c/1/1/1; their voxels are 0" in messages[0]
+    assert (
+        f"{path} has no file for some chunks, such as scan.zarr/0/c/1/1/1; their voxels are 0"
+        in messages[0]
+    )
 
 
 def written(tmp_path, shape=(300, 20, 10), dtype=np.uint8, spacing_mm=None, names=None):
@@ -332,20 +334,16 @@ def test_written_background_has_all_of_its_files(tmp_path):
 
 def test_a_lost_file_of_written_labels_is_an_error(tmp_path):
     path, _ = written(tmp_path)
-    for lost in ("1/c/0/0/0", "0/c/0/0/0"):
-        content = (path / lost).read_bytes()
-        (path / lost).unlink()
-        assert f"lacks its file {path}/{lost}; write it again" in refusal(path, open_image)
-        (path / lost).write_bytes(content)
     image = open_image(path)
+    (path / "0/c/0/0/0").unlink()
+    assert f"lacks its file {path.name}/0/c/0/0/0; write or copy it again" in refusal(path)
+    with pytest.raises(VolumeError, match="lacks its file"):
+        image.read()
     changed(path, lambda found: found["attributes"]["unet3d"].update(is_complete=False))
     for part in (path, path / "1"):
         assert "is incomplete; run the command that writes it to its end" in refusal(
             part, open_image
         )
-    (path / "0" / "c" / "0" / "0" / "0").unlink()
-    with pytest.raises(VolumeError, match="lacks its file c/0/0/0; write or copy it again"):
-        image.read()
 
 
 def test_written_labels_are_valid_for_ome_zarr_models(tmp_path):
@@ -406,23 +404,25 @@ def with_array(**values):
 
 
 FAULTS = {
-    "zarr.json: Expecting value": damaged("no JSON"),
-    "zarr.json: it is [1, 2]": damaged("[1, 2]"),
-    "zarr.json: it is nested too deeply": damaged("[" * 100_000),
-    "NaN is not a number": with_level(coordinateTransformations=scaled([float("nan"), 1, 1])),
-    "axes have no names and units": with_axes(["z", "y", "x"]),
-    "axes.1.name is missing": with_axes([{"name": "z"}, {}, {"name": "x"}]),
-    "has 3 axes (9x17x21), named z,y,y": with_axes(axes_named("zyy")),
+    "Expecting value": damaged("no JSON"),
+    "has metadata that cannot be used": damaged("[1, 2]"),
+    "recursion": damaged("[" * 100_000),
+    "not a number greater than 0": with_level(
+        coordinateTransformations=scaled([float("nan"), 1, 1])
+    ),
+    "9x17x21) named z,?,x; a volume needs z": with_axes([{"name": "z"}, {}, {"name": "x"}]),
+    "has 3 axes (9x17x21) named z,y,y": with_axes(axes_named("zyy")),
     "named z,q,x; a volume needs z, y and x": with_axes(axes_named("zqx")),
     "'parsec' is not one of length": with_axes(axes_named("zyx", "parsec")),
     "has levels that disagree: level 1 covers": with_level(
         1, coordinateTransformations=scaled(SPACING)
     ),
-    "'affine' has no 3 numbers": with_level(coordinateTransformations=[{"type": "affine"}]),
-    "'scale' has no 3 numbers": with_level(coordinateTransformations=scaled([1, 2])),
-    "scale.0 must be greater than 0": with_level(coordinateTransformations=scaled([0, 1, 1])),
-    "lacks the array of level 0": with_level(path="5"),
-    "leads out of the store": with_level(path="../scan.zarr/0"),
+    "of the type 'affine'": with_level(coordinateTransformations=[{"type": "affine"}]),
+    "metadata that cannot be used: ValueError": with_level(
+        coordinateTransformations=scaled([1, 2])
+    ),
+    "has no level 0; it has 1 (16 x 16 x 80 nm)": with_level(path="5"),
+    "'.' or '..' segments": with_level(path="../scan.zarr/0"),
     "lacks zarr.json or .zgroup": lambda path: (path / "zarr.json").unlink(),
     "covers 400x144x176, but the finest 4e+31": with_array(shape=[10**30, 17, 21]),
     "complex": with_array(data_type="complex64", fill_value=[0, 0]),
@@ -437,18 +437,6 @@ def test_damaged_metadata_are_refused(tmp_path, message):
     assert message in refusal(path, open_image)
 
 
-def test_a_shape_beyond_all_numbers_is_refused(tmp_path):
-    path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS).store.root
-    changed(path, lambda found: found.update(shape=[10**30, 17, 21]))
-    assert "claims the shape 1e+30x17x21; it is damaged" in refusal(path, open_image)
-
-
-def test_chunks_without_voxels_are_refused(tmp_path):
-    path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS).store.root
-    changed(path, lambda one: one["chunk_grid"]["configuration"].update(chunk_shape=[1, 1, 0]))
-    assert "claims chunks of 1x1x0; it is damaged" in refusal(path, open_image)
-
-
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -461,12 +449,14 @@ def test_stores_that_may_not_be_read_are_refused(tmp_path, monkeypatch, name, me
     path = store(tmp_path / "scan.zarr")
     hidden = path / name
 
-    def opened(file):
-        if file.is_relative_to(hidden):
-            raise PermissionError(errno.EACCES, "Permission denied", str(file))
-        return open_regular(file)
+    read = zarr_store.LocalFileSystem.cat_file
 
-    monkeypatch.setattr(store_files, "open_regular", opened)
+    def cat_file(self, file, *part):
+        if Path(file).is_relative_to(hidden):
+            raise PermissionError(errno.EACCES, "Permission denied", file)
+        return read(self, file, *part)
+
+    monkeypatch.setattr(zarr_store.LocalFileSystem, "cat_file", cat_file)
     assert message in refusal(path, lambda one: open_image(one).read())
 
 
@@ -486,27 +476,22 @@ def test_damaged_chunks_are_refused(tmp_path, where):
     assert ("of 0 bytes" if where == "empty" else "a chunk is damaged or incomplete") in message
 
 
-def test_no_reads_are_left_after_an_error(tmp_path):
+def test_nothing_is_said_of_the_other_chunks_after_an_error(tmp_path):
     path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS, chunks=(1, 1, 21)).store.root
     for number in range(0, 9, 2):
         (path / "c" / str(number) / "0" / "0").write_bytes(b"damaged")
-    voxels = open_source(path).voxels()
-
-    def read(number):
-        with pytest.raises(VolumeError, match="a chunk is damaged or incomplete"):
-            voxels[:, :, number : number + 5, :]
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(read, range(5)))
-    assert not asyncio.all_tasks(voxels._array._store.loop)
-    np.testing.assert_array_equal(voxels[:, :, 1:2, :][..., 0], VOXELS.T[:, :, 1:2])
+    script = (
+        f"from unet3d.images.image import *; open_source(Path({str(path)!r})).voxels()[:, :, :, :]"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
+    assert said.splitlines()[-1].endswith("damaged or incomplete: copy the volume again")
 
 
 def test_files_larger_than_their_content_are_refused(tmp_path):
     path = store(tmp_path / "scan.zarr")
     with (path / "0" / "c" / "0" / "0" / "0").open("ab") as file:
         file.truncate(2**24)
-    assert "c/0/0/0 of more than" in refusal(path, lambda one: open_image(one).read())
+    assert "bytes, but its content takes up to" in refusal(path, lambda one: open_image(one).read())
 
 
 @pytest.mark.parametrize("bomb", ["zarr.json", "0/c/0/0/0"])
@@ -515,47 +500,7 @@ def test_zip_bombs_are_refused(tmp_path, bomb):
     (folder / bomb).write_bytes(b" " * 2**26)
     path = zipped(folder, zipfile.ZIP_DEFLATED)
     message = refusal(path, lambda one: open_image(one).read())
-    assert "more than 33,554,432 bytes" in message or "takes up to" in message
-
-
-CODECS = {
-    "blosc": numcodecs.Blosc(),
-    "zstd": numcodecs.Zstd(),
-    "lz4": numcodecs.LZ4(),
-    "gzip": numcodecs.GZip(),
-    "zlib": numcodecs.Zlib(),
-}
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_bombs_of_codecs_are_refused(tmp_path, codec):
-    path = tmp_path / "scan.zarr"
-    zarr.create_array(path, data=VOXELS, zarr_format=2, compressors=CODECS[codec])
-    np.testing.assert_array_equal(open_image(path).whole()[0], VOXELS.T)
-    (path / "0.0.0").write_bytes(CODECS[codec].encode(bytes(2**24)))
-    message = refusal(path, lambda one: open_image(one).read())
-    assert "has a chunk in 0.0.0 that unpacks to more than" in message
-
-
-@pytest.mark.parametrize("place", ["start", "end"])
-@pytest.mark.parametrize("box", [None, (slice(0, 2),) * 3])
-def test_bombs_in_shards_are_refused(tmp_path, place, box):
-    path = tmp_path / "scan.zarr"
-    shards = {"chunk_shape": (8, 8, 8), "index_location": place}
-    sharding = zarr.codecs.ShardingCodec(
-        codecs=(zarr.codecs.BytesCodec(), zarr.codecs.ZstdCodec()), **shards
-    )
-    array = {"shape": (16,) * 3, "chunks": (16,) * 3, "dtype": "u1"}
-    zarr.create_array(path, **array, serializer=sharding, compressors=None)[...] = 1
-    np.testing.assert_array_equal(open_image(path).read(box), 1)
-    bomb, index_bytes = numcodecs.Zstd().encode(bytes(2**24)), 8 * 16 + 4
-    offset = index_bytes if place == "start" else 0
-    index = np.array([[offset, len(bomb)]] * 8, "<u8").tobytes()
-    index = bytes(numcodecs.CRC32C(location="end").encode(index))
-    content = [index, bomb] if place == "start" else [bomb, index]
-    (path / "c" / "0" / "0" / "0").write_bytes(b"".join(content))
-    message = refusal(path, lambda one: open_image(one).read(box))
-    assert "has a chunk in c/0/0/0 that unpacks to more than" in message
+    assert "bytes, but its content takes up to" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\0" * 18])
@@ -568,9 +513,7 @@ def test_damaged_zip_files_are_refused(tmp_path, content):
 def test_groups_and_files_that_are_no_volume_are_refused(tmp_path):
     zarr.open_group(tmp_path / "many.zarr", mode="w")
     store(tmp_path / "many.zarr" / "one")
-    assert f"such as {tmp_path / 'many.zarr' / 'one'}" in refusal(
-        tmp_path / "many.zarr", open_image
-    )
+    assert "without multiscales; name a volume in it" in refusal(tmp_path / "many.zarr", open_image)
     (tmp_path / "file.zarr").write_text("")
     refusal(tmp_path / "file.zarr", open_image)
     (tmp_path / "empty.zarr").mkdir()

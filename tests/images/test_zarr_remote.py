@@ -10,7 +10,6 @@ import pytest
 
 from tests.images.zarr_stores import VOXELS, store, zipped
 from unet3d.errors import VolumeError
-from unet3d.images import store_files
 from unet3d.images.files import (
     is_collection,
     is_store,
@@ -25,7 +24,7 @@ from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.source import Reading
 
-pytest.importorskip("zarr")
+zarr_store = pytest.importorskip("unet3d.images.zarr_store")
 pytest.importorskip("aiohttp")
 
 
@@ -175,7 +174,7 @@ def test_a_bucket_is_read_without_credentials(tmp_path, server, monkeypatch):
 
 
 def test_addresses_without_a_store_are_refused(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(store_files, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(zarr_store, "TIMEOUT_S", 0.3)
     url = f"{server.url}/scan.ome.zarr"
     assert refusal(Path(url)).startswith(f"{url} is not a zarr store: it lacks")
     server.forbidden = ("json", "group", "array")

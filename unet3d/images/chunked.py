@@ -22,15 +22,8 @@ class ChunkedVoxels:
     channels that share chunks, unpack their chunks once.
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        array: Any,
-        axes: Sequence[str],
-        chunks: Sequence[int],
-        time: int = 0,
-    ) -> None:
-        """Take the array, its axes, the shape of the chunks to be unpacked, and a point in time."""
+    def __init__(self, path: Path | str, array: Any, axes: Sequence[str], time: int = 0) -> None:
+        """Take an array with ``chunks``, the shape of what is unpacked at once, and its axes."""
         sizes, order = tuple(array.shape), list(axes)
         places = [order.index(name) if name in order else None for name in "xyzc"]
         self.shape = tuple(1 if place is None else sizes[place] for place in places)
@@ -38,15 +31,17 @@ class ChunkedVoxels:
         self._path, self._array, self._places = path, array, places
         others = [place for place, name in enumerate(order) if name not in "xyzc"]
         self._fixed = {place: time if order[place] == "t" else 0 for place in others}
-        self._chunks = [min(int(chunk), size) for chunk, size in zip(chunks, sizes, strict=True)]
+        self._chunks = [
+            min(int(chunk), size) for chunk, size in zip(array.chunks, sizes, strict=True)
+        ]
         x, y, z = (1 if place is None else self._chunks[place] for place in places[:3])
         self.chunks = (x, y, z)
         """Voxels along X, Y, Z of a chunk."""
         self._lock = Lock()
         self._kept: deque[tuple[list[slice], npt.NDArray[Any]]] = deque()
         refuse_beyond_memory(
-            math.prod(map(int, chunks)) * array.dtype.itemsize,
-            f"{path}: unpacking one chunk of {times(chunks)} voxels",
+            math.prod(map(int, array.chunks)) * array.dtype.itemsize,
+            f"{path}: unpacking one chunk of {times(array.chunks)} voxels",
             "save the volume with smaller chunks",
         )
 

@@ -14,8 +14,9 @@ class Format(NamedTuple):
     """A format: a module in this folder, imported when the first file of the format is opened.
 
     The module has ``open_file(path, reading)``, which returns a
-    :class:`~unet3d.images.source.Source`, and ``members(path)``, which returns all files of the
-    volume to which a file or folder belongs, the representative file first. If ``written`` is not
+    :class:`~unet3d.images.source.Source`. If a volume may have several files, it has
+    ``members(path)``, which returns all files of the volume to which a file or folder belongs, the
+    representative file first. If ``written`` is not
     empty, it also has ``write_labels(path, stored, geometry, names)``, which writes a label map
     with the axes of a scan's file, to a new file or into an empty folder, and
     ``label_names(path)``, which returns the names of label values.
@@ -201,8 +202,8 @@ def volume_stem(path: Path) -> str:
 def members(path: Path) -> tuple[Path, ...]:
     """Return all files of the volume to which a path belongs; the path need not exist."""
     one = format_of(path)
-    found: tuple[Path, ...] = (path,) if one is None else module_of(one).members(path)
-    return found
+    find = None if one is None else getattr(module_of(one), "members", None)
+    return find(path) if find else (path,)
 
 
 def stands_for_volume(path: Path) -> bool:

@@ -5,7 +5,6 @@ too: ``scan.h5:/raw``. Links, and datasets whose voxels are in other files, are 
 """
 
 import io
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,22 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.errors import VolumeError, some
-from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import file_and_dataset, times
 from unet3d.images.geometry import Geometry
 from unet3d.images.microscopy import (
     length_mm,
     named_axes,
     package,
-    placed,
-    point_in_time,
     rounded,
+    source_of_array,
     states_spacing,
     warn_once,
     written_place,
 )
 from unet3d.images.scratch import forget_pages
-from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, beginning_of, whole_axes
+from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, beginning_of
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import plain_json
 
@@ -52,6 +49,7 @@ class _Dataset:
 
     def __init__(self, path: Path, dataset: Any) -> None:
         self.shape, self.dtype = dataset.shape, dataset.dtype
+        self.chunks = dataset.chunks or (1,) * dataset.ndim
         self._path, self._name, self._begin = path, dataset.name, dataset.id.get_offset()
 
     def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
@@ -60,36 +58,6 @@ class _Dataset:
             return np.array(np.memmap(file, self.dtype, "r", self._begin, self.shape)[box])
         with _opened(self._path) as opened:
             return np.asarray(opened[self._name][box])
-
-
-class _Output(io.FileIO):
-    """A new file that keeps the first error of writing: HDF5 can crash if it fails to close one."""
-
-    error: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        """Write all bytes, or none after an error."""
-        rest = memoryview(content).cast("B")
-        num_bytes = len(rest)
-        try:
-            while rest and self.error is None:
-                rest = rest[super().write(rest) :]
-        except OSError as error:
-            self.error = error
-        return num_bytes
-
-    def truncate(self, size: int | None = None) -> int:
-        """Change the size, unless there was an error."""
-        try:
-            return super().truncate(size) if self.error is None else size or 0
-        except OSError as error:
-            self.error = error
-            return size or 0
-
-
-def members(path: Path) -> tuple[Path, ...]:
-    """Return the volume itself."""
-    return (path,)
 
 
 @contextmanager
@@ -111,17 +79,18 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     """Read the description of a dataset, but no voxels."""
     with _opened(path) as file:
         dataset = _dataset(path, file)
-        stated = () if reading.axes else _stated_axes(path, dataset)
-        axes = named_axes(path, dataset.shape, stated, reading)
-        number = dict(zip(axes, dataset.shape, strict=True)).get("t", 1)
-        time = point_in_time(path, number, reading)
+        axes = named_axes(path, dataset.shape, _stated_axes(dataset), reading)
         _refuse_unreadable(path, dataset)
-        chunks = dataset.chunks or (1,) * len(axes)
-        voxels = ChunkedVoxels(path, _Dataset(path, dataset), axes, chunks, time)
         stated_mm, origin_mm, unit = _place(dataset, axes)
-    shape = whole_axes(path, voxels.shape)
-    geometry = placed(path, shape, stated_mm, reading, origin_mm=origin_mm, unit=unit)
-    return Source(geometry, voxels.dtype, lambda scratch: voxels)
+        return source_of_array(
+            path,
+            _Dataset(path, dataset),
+            axes,
+            reading,
+            spacing_mm=reading.spacing_mm or stated_mm,
+            origin_mm=origin_mm,
+            unit=unit,
+        )
 
 
 def _dataset(path: Path, file: Any) -> Any:
@@ -148,7 +117,7 @@ def _dataset(path: Path, file: Any) -> Any:
     )
 
 
-def _stated_axes(path: Path, dataset: Any) -> Sequence[str]:
+def _stated_axes(dataset: Any) -> Sequence[str]:
     """Return the names of axes: as the dataset states them, else z, y, x and perhaps channels."""
     tags = dataset.attrs.get("axistags")  # of vigra and ilastik
     if isinstance(tags, str):
@@ -160,12 +129,7 @@ def _stated_axes(path: Path, dataset: Any) -> Sequence[str]:
     sizes = dataset.shape
     if len(sizes) == 4 and min(sizes) in (sizes[0], sizes[3]):
         return "czyx" if min(sizes) == sizes[0] else "zyxc"
-    if len(sizes) < 4:
-        return "zyx"
-    raise VolumeError(
-        f"{path} has {len(sizes)} axes ({times(sizes)}) without names; name them with --axes, such "
-        "as czyx"
-    )
+    return "zyx" if len(sizes) < 4 else ""
 
 
 def _refuse_unreadable(path: Path, dataset: Any) -> None:
@@ -175,15 +139,12 @@ def _refuse_unreadable(path: Path, dataset: Any) -> None:
             f"{path} has its voxels in other files, as a virtual or external dataset; copy them "
             "into one file"
         )
-    is_known = import_module("h5py").h5z.filter_avail
+    with suppress(ImportError):
+        import_module("hdf5plugin")  # adds most of the filters that h5py lacks
     properties = dataset.id.get_create_plist()
-    for code, _, _, name in map(properties.get_filter, range(properties.get_nfilters())):
-        with suppress(ImportError):
-            if not is_known(code):
-                import_module("hdf5plugin")  # adds most of the others
-        if not is_known(code):
-            called = printable(name.decode(errors="replace")) or f"filter {code}"
-            raise VolumeError(f"{path} is compressed by {called}: pip install hdf5plugin")
+    filters = map(properties.get_filter, range(properties.get_nfilters()))
+    if not all(import_module("h5py").h5z.filter_avail(code) for code, *_ in filters):
+        raise VolumeError(f"{path} is compressed in a way that h5py lacks: pip install hdf5plugin")
     if dataset.chunks:
         pairs = zip(dataset.shape, dataset.chunks, strict=True)
         number = math.prod(math.ceil(size / chunk) for size, chunk in pairs)
@@ -218,12 +179,16 @@ def label_names(path: Path) -> dict[int, str]:
 def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
-    """Write labels (I, J, K) as a dataset (Z, Y, X) in compressed chunks."""
+    """Write labels (I, J, K) as a dataset (Z, Y, X) in compressed chunks.
+
+    The file is made in memory, because HDF5 can crash if a disk is full; labels pack well.
+    """
     h5py = package("h5py", f"writing {path}")
     spacing_mm, origin_mm = written_place(geometry)
     labels = stored.T
     chunks = tuple(min(CHUNK, size) for size in labels.shape)
-    with _Output(path, "w+") as output, h5py.File(output, "w") as file:
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
         options = {"chunks": chunks, "compression": "gzip", "dtype": labels.dtype}
         dataset = file.create_dataset(SEGMENTATION, labels.shape, **options)
         if states_spacing(geometry):
@@ -234,13 +199,7 @@ def write_labels(
             dataset.attrs["offset"] = rounded(np.array(origin_mm[::-1]) / UNITS["resolution"][1])
         if names:
             dataset.attrs[NAMES] = json.dumps({str(value): name for value, name in names.items()})
-        starts = (
-            range(0, size, chunk) for size, chunk in zip(labels.shape[:2], chunks, strict=False)
-        )
-        for z, y in itertools.product(*starts):
-            dataset[z : z + CHUNK, y : y + CHUNK] = labels[z : z + CHUNK, y : y + CHUNK]
+        for box in dataset.iter_chunks():
+            dataset[box] = labels[box]
             forget_pages(stored)
-            if output.error is not None:
-                break
-    if output.error is not None:
-        raise output.error
+    path.write_bytes(content.getbuffer())

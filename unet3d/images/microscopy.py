@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.config import Spacing
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.images.files import file_of, times
+from unet3d.images.chunked import ChunkedVoxels
+from unet3d.images.files import file_of, times, url_of
 from unet3d.images.geometry import Geometry, geometry_of_affine
-from unet3d.images.source import Reading
+from unet3d.images.source import Reading, Source, whole_axes
 from unet3d.images.units import Units, unit_mm
 from unet3d.inputs.plain_data import printable
 
@@ -60,9 +61,10 @@ def named_axes(
     if len(shape) < 3:
         raise VolumeError(f"{path} has {times(shape)} pixels; it is a picture, not a volume")
     if len(axes) != len(shape) or len(sizes) < len(axes) or not {*"zyx"} <= sizes.keys():
+        named = f"named {printable(','.join(axes))}" if axes else "without names"
         raise VolumeError(
-            f"{path} has {len(shape)} axes ({times(shape)}), named {printable(','.join(axes))}; a "
-            "volume needs z, y and x, each once: name all axes with --axes, such as czyx"
+            f"{path} has {len(shape)} axes ({times(shape)}) {named}; a volume needs z, y and x, "
+            "each once: name all axes with --axes, such as czyx"
         )
     for name, size in sizes.items():
         if name not in (*"tczyx",) and size > 1:
@@ -99,33 +101,45 @@ def length_mm(number: object, one_mm: float | None) -> float | None:
     return float(f"{length:.12g}") if 0 < length < math.inf else None
 
 
-def placed(
+def source_of_array(
     path: Path,
-    shape: tuple[int, int, int, int],
-    stated_mm: Sequence[float | None],
+    array: Any,
+    axes: Sequence[str],
     reading: Reading,
     *,
+    spacing_mm: Sequence[float | None],
     origin_mm: Sequence[float] = (0.0, 0.0, 0.0),
     unit: str | None = None,
-) -> Geometry:
-    """Return the geometry of an array (I, J, K, C), whose file states lengths along X, Y, Z.
+    channel_names: tuple[str, ...] = (),
+    levels: tuple[Shape, ...] = (),
+) -> Source:
+    """Return a volume over an array in chunks, whose axes have names.
 
-    Unknown lengths (None) become the finest known one, or 1 mm. A warning says so once for all
-    files in a folder.
+    Unknown lengths (None) along X, Y, Z become the finest known one, or 1 mm. A warning says so
+    once for all files in a folder.
     """
-    stated_mm = reading.spacing_mm or stated_mm
-    known = [mm for mm in stated_mm if mm is not None]
+    volume = url_of(path) or path
+    number = dict(zip(axes, array.shape, strict=True)).get("t", 1)
+    voxels = ChunkedVoxels(volume, array, axes, point_in_time(volume, number, reading))
+    known = [mm for mm in spacing_mm if mm is not None]
     has_spacing = len(known) == 3
     if not has_spacing:
-        unknown = ", ".join(axis for axis, mm in zip("XYZ", stated_mm, strict=True) if mm is None)
+        unknown = ", ".join(axis for axis, mm in zip("XYZ", spacing_mm, strict=True) if mm is None)
         taken = f"{min(known):.6g} mm" if known else "1 mm"
         said = f"along {unknown}, so {taken} is taken; state it with --spacing"
         warn_once(path, f"%s does not state the distance of voxels {said}")
-    x, y, z = (min(known, default=1.0) if mm is None else mm for mm in stated_mm)
+    x, y, z = (min(known, default=1.0) if mm is None else mm for mm in spacing_mm)
     affine = np.diag([x, y, z, 1.0])
     affine[:3, 3] = origin_mm
-    found = geometry_of_affine(path, shape, affine, (x, y, z), is_anatomical=False)
-    return replace(found, unit=unit, has_spacing=has_spacing)
+    shape = whole_axes(path, voxels.shape)
+    geometry = geometry_of_affine(path, shape, affine, (x, y, z), is_anatomical=False)
+    return Source(
+        replace(geometry, unit=unit, has_spacing=has_spacing),
+        voxels.dtype,
+        lambda scratch: voxels,
+        channel_names=channel_names if len(channel_names) == geometry.num_channels else (),
+        levels=levels,
+    )
 
 
 def written_place(geometry: Geometry) -> tuple[Spacing, list[float]]:

@@ -1,39 +1,30 @@
 """Opens TIFF stacks, OME-TIFF, ImageJ's files and folders of slices."""
 
-import logging
 import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-import numpy as np
-
 from unet3d.errors import VolumeError, some
-from unet3d.images.chunked import ChunkedVoxels
 from unet3d.images.files import TIFF, times, volume_stem, volume_suffix
 from unet3d.images.microscopy import (
     length_mm,
     named_axes,
-    placed,
-    point_in_time,
+    source_of_array,
     unit_name,
 )
-from unet3d.images.source import AS_STATED, DAMAGED, Reading, Source, whole_axes
+from unet3d.images.source import AS_STATED, Reading, Source
 from unet3d.images.tiff_labels import label_names as label_names
 from unet3d.images.tiff_labels import write_labels as write_labels
-from unet3d.images.tiff_stack import Planes, Stack, num_pages, opened_tiff
+from unet3d.images.tiff_stack import Planes, Stack, opened_tiff
 from unet3d.images.units import unit_mm
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
-
-logger = logging.getLogger(__name__)
-
-MAX_SLICE_BYTES = 2**32
-"""A larger file with one page is a stack: ImageJ describes only the first page of such a stack."""
 
 CENTIMETRE = 3
 """TIFF's unit of a resolution."""
@@ -49,7 +40,7 @@ class _Opened(NamedTuple):
     sizes: tuple[int, ...]
     axes: tuple[str, ...]
     place: dict[str, Any]
-    """Spacing, and perhaps unit and origin, as :func:`placed` takes them."""
+    """Spacing, and perhaps unit and origin, as :func:`source_of_array` takes them."""
     channel_names: tuple[str, ...] = ()
 
     @property
@@ -91,11 +82,10 @@ def _slices(folder: Path) -> tuple[Path, ...]:
 
 
 def is_page(file: Path) -> bool:
-    """Return whether a file has one page, and is not a stack with one description."""
-    try:
-        return num_pages(file) == 1 and file.stat().st_size < MAX_SLICE_BYTES
-    except (VolumeError, OSError):  # whoever opens the file says why it cannot be read
-        return False
+    """Return whether a file has one page; ImageJ describes only the first of a large stack."""
+    with suppress(VolumeError), opened_tiff(file) as tiff:  # whoever opens it says what is wrong
+        return len(tiff.pages) == 1 and bool(tiff.series[0].shape == tiff.pages[0].shape)
+    return False
 
 
 def _natural(name: str) -> list[Any]:
@@ -139,38 +129,41 @@ def open_file(path: Path, reading: Reading = AS_STATED) -> Source:
     if files or "z" not in (reading.axes or stated):
         sizes, stated = (len(found), *sizes), ("z", *stated)
     axes = named_axes(path, sizes, stated, reading)
-    at, (rows, columns, interleaved) = axes.index("y"), first.planes.shape
-    inner = [("y", rows), ("x", columns), ("c", interleaved)]
-    if [*zip(axes, sizes, strict=True)][at:] not in (inner[:2], inner):
-        raise VolumeError(
-            f"{path} has axes {printable(','.join(axes))} ({times(sizes)}) that do not end in y, x "
-            "and colours; save it as planes of one depth after another"
-        )
     known = dict(zip(axes, sizes, strict=True))
-    time = point_in_time(path, known.get("t", 1), reading)
-    if known["z"] < 2:
+    if known["z"] == known.get("t", 1) == 1:
         raise VolumeError(
             f"{path} has one page, and a volume needs at least two; name the folder of all slices, "
             "or save them as one stack"
         )
-    stack = Stack([one.planes for one in found], sizes, at)
-    voxels = ChunkedVoxels(path, stack, axes, stack.chunks, time)
-    place = {**first.place, "stated_mm": _spacing_beside(path) or first.place["stated_mm"]}
-    geometry = placed(path, whole_axes(path, voxels.shape), reading=reading, **place)
-    names = first.channel_names if len(first.channel_names) == geometry.num_channels else ()
-    return Source(geometry, stack.dtype, lambda scratch: voxels, channel_names=names)
+    stack = Stack([one.planes for one in found], sizes)
+    stated_mm = reading.spacing_mm or _spacing_beside(path) or first.place["spacing_mm"]
+    return source_of_array(
+        path,
+        stack,
+        axes,
+        reading,
+        **{**first.place, "spacing_mm": stated_mm},
+        channel_names=first.channel_names,
+    )
 
 
 def _open(file: Path) -> _Opened:
     with opened_tiff(file) as tiff:
         # Copies of reduced size are levels of a pyramid, or thumbnails.
         found = [one for one in tiff.series if not one.keyframe.is_reduced] or tiff.series
-        if len(found) > 1:
+        sizes = tuple(map(int, found[0].shape))
+        axes = tuple(AXES.get(letter, letter.lower()) for letter in found[0].axes)
+        if (
+            len({(one.shape, one.dtype) for one in found}) > 1
+            or len(found) > 1
+            and ("z" in axes or tiff.is_ome)
+        ):
             shapes = some([times(one.shape) for one in found], 4)
             raise VolumeError(
-                f"{file} holds {len(found)} images of different sizes or types, {shapes}; save one "
-                "of them as a file of its own"
+                f"{file} holds {len(found)} images, {shapes}; save one of them as a file of its own"
             )
+        if len(found) > 1:  # pages that were written one by one
+            sizes, axes = (len(found), *sizes), ("z", *axes)
         if tiff.is_ome and found[0].kind != "ome" and len(tiff.pages) > 1:
             raise VolumeError(
                 f"{file} is one of several files of an OME-TIFF; save the volume as one file, for "
@@ -180,65 +173,11 @@ def _open(file: Path) -> _Opened:
             raise VolumeError(
                 f"{file} has colours with alpha (transparency); save it without alpha"
             )
-        sizes = tuple(map(int, found[0].shape))
-        axes = tuple(AXES.get(letter, letter.lower()) for letter in found[0].axes)
-        planes = _planes(file, found[0], sizes)
+        planes = Planes.of(file, found, math.prod(sizes) // math.prod(found[0].keyframe.shaped[2:]))
         if not tiff.is_ome:
             return _Opened(planes, sizes, axes, _stated_by_imagej(tiff))
         stated = _stated_by_ome(ElementTree.fromstring(tiff.ome_metadata))
         return _Opened(planes, sizes, axes, *stated)
-
-
-def _planes(file: Path, series: Any, sizes: Sequence[int]) -> Planes:
-    """Return all planes of a file in its order; VolumeError if voxels are missing."""
-    page = series.keyframe
-    separate, _, rows, columns, interleaved = page.shaped
-    number = math.prod(sizes) // (rows * columns * interleaved)
-    dtype = np.dtype(page.dtype).newbyteorder(page.parent.byteorder)
-    shape, chunk = (rows, columns, interleaved), (rows, columns)
-    if series.dataoffset is not None:  # all planes are plain, and one follows another
-        num_bytes = math.prod(shape) * dtype.itemsize
-        layouts = [None]
-        offsets = series.dataoffset + num_bytes * np.arange(number)[:, None]
-        counts = np.full_like(offsets, num_bytes)
-    else:
-        pages = [one for one in series if one is not None]
-        if page.is_tiled:
-            chunk = (page.tilelength, page.tilewidth)
-        else:
-            chunk = (min(page.rowsperstrip, rows), columns)
-        count = separate * math.ceil(rows / chunk[0]) * math.ceil(columns / chunk[1])
-        found = [(one.dataoffsets[:count], one.databytecounts[:count]) for one in pages]
-        if len(pages) * separate != number or {len(part) for pair in found for part in pair} != {
-            count
-        }:
-            raise VolumeError(
-                f"{file} lacks voxels: it describes {number // separate} pages of {count} strips "
-                f"or tiles, but has {len(pages)}, or fewer strips; {DAMAGED}"
-            )
-        layouts = [_decoder(one.keyframe) for one in pages]
-        offsets, counts = np.array(found, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
-    planes = Planes(
-        file=file,
-        layouts=layouts,
-        dtype=dtype,
-        shape=shape,
-        chunk=chunk,
-        offsets=offsets,
-        sizes=counts,
-    )
-    planes.refuse_lost()
-    return planes
-
-
-def _decoder(page: Any) -> Any:
-    """Return what decodes strips and tiles of a page when its file is closed; None if plain."""
-    is_plain = page.compression == page.predictor == page.fillorder == 1 and not page.is_tiled
-    is_plain = is_plain and not page.is_subsampled and page.sampleformat != 5
-    if is_plain and page.bitspersample in (8, 16, 32, 64):
-        return None
-    page.init_decode()
-    return page
 
 
 def _spacing_beside(path: Path) -> Sequence[float | None] | None:
@@ -274,7 +213,7 @@ def _stated_by_imagej(tiff: Any) -> dict[str, Any]:
     depth = abs(fields.get("spacing", 1)) if "spacing" in fields or is_stack else None
     lengths = (*(1 / each if each else None for each in page.get_resolution()), depth)
     stated_mm = [length_mm(*pair) for pair in zip(lengths, units, strict=True)]
-    return {"stated_mm": stated_mm, "unit": unit_name(unit)}
+    return {"spacing_mm": stated_mm, "unit": unit_name(unit)}
 
 
 def _unescaped(name: object) -> str:
@@ -287,10 +226,10 @@ def _stated_by_ome(root: ElementTree.Element) -> tuple[dict[str, Any], tuple[str
     first = {one.tag.rpartition("}")[2]: one for one in reversed([*root.iter()])}
     pixels, plane = first.get("Pixels", root), first.get("Plane", root)
     names = [one.get("Name") for one in pixels if one.tag.endswith("Channel")]
-    place: dict[str, Any] = {"stated_mm": [], "origin_mm": []}
+    place: dict[str, Any] = {"spacing_mm": [], "origin_mm": []}
     for axis in "XYZ":
         unit = pixels.get(f"PhysicalSize{axis}Unit", "µm")
-        place["stated_mm"].append(length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit)))
+        place["spacing_mm"].append(length_mm(pixels.get(f"PhysicalSize{axis}"), unit_mm(unit)))
         unit_of_position = unit_mm(plane.get(f"Position{axis}Unit")) or 0.0
         place["origin_mm"].append(float(plane.get(f"Position{axis}", 0)) * unit_of_position)
     place["unit"] = unit_name(unit_mm(unit))

@@ -7,7 +7,6 @@ stack whose chain of pages is broken; so both are checked here.
 import logging
 import math
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +33,6 @@ BUFFER_BYTES = 512
 ONE_FILE = {"_multifile": False, "is_mmstack": False, "is_ndtiff": False}
 """Keeps tifffile from opening other files that a file names: each one stands for itself."""
 
-MAX_RATIO = 2**16
-"""Bound on the ratio of unpacked to packed size; zstd packs constant voxels about 32,000 times."""
-
 MAX_THREADS = 8
 """More threads would unpack planes faster than they can be used."""
 
@@ -58,20 +54,56 @@ class Planes:
     sizes: npt.NDArray[np.int64]
     """Its bytes in the file."""
 
-    def refuse_lost(self) -> None:
-        """Refuse strips or tiles that are missing, too short, or beyond the end of the file."""
-        number, file_bytes = self.offsets.shape[1], os.path.getsize(self.file)
-        first_rows = np.arange(number) // -(-self.shape[1] // self.chunk[1]) * self.chunk[0]
-        rows = np.minimum(self.chunk[0], self.shape[0] - first_rows)
-        needed = rows * self.chunk[1] * self.shape[2] * self.dtype.itemsize
-        ratio = 1 if self.layouts[0] is None else MAX_RATIO
-        lost = np.minimum(self.offsets, self.sizes) < 1
-        lost |= (self.sizes > file_bytes - self.offsets) | (needed > self.sizes * ratio)
+    @classmethod
+    def of(cls, file: Path, found: Sequence[Any], number: int) -> "Planes":
+        """Return all planes of tifffile's series, by number; VolumeError if one is lost."""
+        page = found[0].keyframe
+        separate, _, rows, columns, interleaved = page.shaped
+        dtype = np.dtype(page.dtype).newbyteorder(page.parent.byteorder)
+        shape, chunk = (rows, columns, interleaved), (rows, columns)
+        if len(found) == 1 and found[0].dataoffset is not None:  # one plain plane after another
+            num_bytes = math.prod(shape) * dtype.itemsize
+            layouts = [None]
+            offsets = found[0].dataoffset + num_bytes * np.arange(number)[:, None]
+            sizes = offsets
+        else:
+            pages = [one for series in found for one in series if one is not None]
+            chunk = (page.tilelength, page.tilewidth)
+            if not page.is_tiled:
+                chunk = (min(page.rowsperstrip, rows), columns)
+            count = math.prod(page.chunked)
+            parts = [(one.dataoffsets[:count], one.databytecounts[:count]) for one in pages]
+            if len(pages) * separate != number or {len(one) for pair in parts for one in pair} != {
+                count
+            }:
+                raise VolumeError(
+                    f"{file} lacks voxels: it describes {number // separate} pages of {count} "
+                    f"strips or tiles, but has {len(pages)}, or fewer strips; {DAMAGED}"
+                )
+            layouts = [_decoder(one.keyframe) for one in pages]
+            offsets, sizes = np.array(parts, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
+        if layouts[0] is None:
+            first_rows = np.arange(offsets.shape[1]) * chunk[0]
+            row_bytes = columns * interleaved * dtype.itemsize
+            sizes = np.broadcast_to(
+                np.minimum(chunk[0], rows - first_rows) * row_bytes, offsets.shape
+            )
+        file_bytes = os.path.getsize(file)
+        lost = (np.minimum(offsets, sizes) < 1) | (sizes > file_bytes - offsets)
         if lost.any():
             raise VolumeError(
-                f"{self.file} lacks voxels of plane {lost.any(1).argmax() + 1} of {len(lost)}, or "
-                f"claims more than can be in its {file_bytes} bytes; {DAMAGED}"
+                f"{file} lacks voxels of plane {lost.any(1).argmax() + 1} of {number}, or claims "
+                f"more than its {file_bytes} bytes; {DAMAGED}"
             )
+        return cls(
+            file=file,
+            layouts=layouts,
+            dtype=dtype,
+            shape=shape,
+            chunk=chunk,
+            offsets=offsets,
+            sizes=sizes,
+        )
 
     def read(self, plane: int, rows: slice, columns: slice) -> npt.NDArray[Any]:
         """Return a part of a plane, (rows, columns, channels), from its strips or tiles."""
@@ -108,16 +140,24 @@ class Planes:
         return found
 
 
+def _decoder(page: Any) -> Any:
+    """Return what decodes strips and tiles of a page when its file is closed; None if plain."""
+    if page.is_final:
+        return None
+    page.init_decode()
+    return page
+
+
 class Stack:
     """The planes of files as one array, whose last axes are rows, columns and perhaps colours."""
 
-    def __init__(self, files: Sequence[Planes], shape: tuple[int, ...], num_leading: int) -> None:
-        """Take the shape of the array, and how many axes are before the rows."""
+    def __init__(self, files: Sequence[Planes], shape: tuple[int, ...]) -> None:
         self._planes = [(one, number) for one in files for number in range(len(one.offsets))]
-        first, self.shape, self._num_leading = files[0], shape, num_leading
+        first, self.shape = files[0], shape
+        self._num_leading = len(shape) - (3 if first.shape[2] > 1 else 2)
         self.dtype = first.dtype.newbyteorder("=")
         inner = (1, 1) if first.layouts[0] is None else first.chunk
-        self.chunks = (*[1] * num_leading, *inner, first.shape[2])[: len(shape)]
+        self.chunks = (*[1] * self._num_leading, *inner, first.shape[2])[: len(shape)]
         """Shape of what is unpacked at once."""
 
     def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray[Any]:
@@ -143,59 +183,22 @@ class Stack:
         return found[(..., *(colours or (0,)))]
 
 
-def num_pages(path: Path) -> int:
-    """Return the number of pages of a file, following the chain of their descriptions.
-
-    VolumeError if it is not a TIFF file, or if the chain is broken or has a loop.
-    """
-    try:
-        with open_regular(path) as file:
-            return _follow(path, file.fileno())
-    except (struct.error, OverflowError) as error:
-        raise VolumeError(
-            f"{path} ends in the description of a page, or names one beyond its end; {DAMAGED}"
-        ) from error
-    except OSError as error:
-        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
-
-
-def _follow(path: Path, descriptor: int) -> int:
-    def number_at(place: int, kind: str) -> int:
-        if place >= 2**63:
-            raise OverflowError
-        content = os.pread(descriptor, struct.calcsize(order + kind), place)
-        return int(struct.unpack(order + kind, content)[0])
-
-    order = {b"II": "<", b"MM": ">"}.get(os.pread(descriptor, 2, 0), "")
-    version = number_at(2, "H") if order else 0
-    if version not in (42, 43):
-        raise VolumeError(f"cannot read {path}: it does not begin like a TIFF file")
-    # BigTIFF counts with 8 bytes
-    counter, pointer, entry_bytes = ("H", "I", 12) if version == 42 else ("Q", "Q", 20)
-    place = number_at(4 if version == 42 else 8, pointer)
-    known: set[int] = set()
-    while place:
-        if place in known:
-            raise VolumeError(f"{path} names one page twice in its chain of pages; {DAMAGED}")
-        known.add(place)
-        entries = number_at(place, counter)
-        place = number_at(place + struct.calcsize(order + counter) + entries * entry_bytes, pointer)
-    return len(known)
-
-
 @contextmanager
 def opened_tiff(file: Path) -> Iterator[Any]:
     """Open a file with tifffile; whatever it raises becomes a VolumeError."""
     beginning_of(file)
-    number = num_pages(file)
     tifffile = package("tifffile", f"reading {file}")
     try:
         with (
             open(file, "rb", BUFFER_BYTES) as opened,
             tifffile.TiffFile(opened, name=str(file), **ONE_FILE) as tiff,
         ):
-            if not number or not tiff.series:
+            if not len(tiff.pages):
                 raise VolumeError(f"{file} has no pages; {DAMAGED}")
+            # Here tifffile has followed the chain of pages as far as it could.
+            tiff.filehandle.seek(tiff.pages.next_page_offset)
+            if tiff.filehandle.read(tiff.tiff.offsetsize) != bytes(tiff.tiff.offsetsize):
+                raise VolumeError(f"{file} has a broken chain of pages; {DAMAGED}")
             yield tiff
     except (VolumeError, MemoryError):
         raise

@@ -1,193 +1,230 @@
-"""Opens zarr arrays of untrusted stores, wherever their files are; needs the package zarr."""
+"""Files of zarr stores: in a folder, in a zip file or at a URL; zarr reads them from here.
+
+A file is read up to the size that its content can have, wherever it is.
+"""
 
 import asyncio
+import atexit
 import math
-from collections.abc import Iterator
+import os
+import struct
+import zipfile
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
-import numpy as np
+import fsspec
 import zarr
-from isal import isal_zlib
+from fsspec.asyn import sync
+from fsspec.implementations.local import LocalFileSystem
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
+from zarr.core.sync import sync as zarr_sync
 from zarr.storage import MemoryStore, WrapperStore
 
 from unet3d.errors import VolumeError
-from unet3d.images.files import times
+from unet3d.images.files import ZARR_METADATA, ZIP_SUFFIXES, file_and_dataset, url_of
 from unet3d.images.microscopy import warn_once
-from unet3d.images.store_files import StoreFiles, joined
+from unet3d.inputs.reading import MAX_JSON_BYTES
 
-METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+COMPLETE = "is_complete"
+"""Attribute, in the group ``unet3d``, of stores that are written here: no file may be missing."""
+
+METADATA = (*ZARR_METADATA, ".zattrs", ".zmetadata")
 """Names of files that hold no voxels."""
-
-MAX_SIZE = 2**40
-"""Most voxels along an axis, and bytes of an array divided by 2**20: more overflows elsewhere."""
 
 SPARE_BYTES = 2**20
 """Bytes beyond twice its voxels that a chunk may have: codecs and shards add a little."""
 
-NO_CHUNK = 2**64 - 1
-"""Offset of a chunk that a shard does not hold."""
+TIMEOUT_S = 10.0
+"""Seconds in which a server must answer for the first time; later fsspec's own limits hold."""
 
 
-class VoxelStore(WrapperStore[Any]):
-    """The files of an array; refuses those that are larger, packed or unpacked, than its voxels.
+class StoreFiles(WrapperStore[Any]):
+    """The files around a volume, as a store of zarr; ``name`` is the place of the volume in it."""
 
-    In a sparse array missing chunks are usual, in a whole one they are an error.
-    """
+    is_forbidden = False
+    """Whether metadata may not be read, or do not exist where nobody may list files."""
+    is_whole = False
+    """Whether a missing chunk is an error; else it has the fill value, which is said."""
 
-    array: Any = None
-    error: Exception | None = None
-    """Why a box cannot be read, for its chunks that were not read yet."""
-    loop: Any = None
-    """The event loop of zarr."""
-
-    def __init__(self, files: StoreFiles, place: str, is_sparse: bool, is_whole: bool) -> None:
+    def __init__(self, path: Path) -> None:
+        """Take the path of a volume; nothing is read from a folder."""
         super().__init__(MemoryStore(read_only=True))  # all files come from get
-        self._files, self._place = files, place
-        self._is_sparse, self._is_whole = is_sparse, is_whole
+        file, inside = file_and_dataset(path)
+        url = url_of(file)
+        self.volume = url_of(path) or str(path)
+        """What to call the volume in messages."""
+        self._metadata: dict[str, bytes | None] = {}
+        self._files: Any = LocalFileSystem()
+        place = os.path.abspath(file)
+        if url:
+            self._files, place = _Remote.of(url)
+        if file.name.lower().endswith(ZIP_SUFFIXES) and (url or os.path.isfile(file)):
+            try:
+                self._files = _Zip(self._files.open(place))
+            except ValueError as error:  # of fsspec
+                raise VolumeError(
+                    f"{self.volume} is at a server that does not send parts of files; download it"
+                ) from error
+            place = f"{self._files.root}{inside}".strip("/")
+        self._root, self.name = place[: place.rfind("/") + 1], place[place.rfind("/") + 1 :]
+
+    def node(self, name: str) -> Any:
+        """Return a group or an array of zarr; None if there is none."""
+        try:
+            return zarr.open(self, path=name, mode="r", use_consolidated=False)
+        except FileNotFoundError:
+            return None
+
+    def missing(self, what: str) -> VolumeError:
+        """Return the error for metadata that are missing, or may not be read."""
+        if self.is_forbidden:
+            what = "may not be read; ask for the right to read it"
+        return VolumeError(f"{self.volume} {what}")
+
+    def opened(self, array: Any) -> Any:
+        """Return an array of this store, whose chunks are read from now on."""
+        self._fill_value = array.fill_value
+        self._chunk_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
+        return array
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Return the bytes of a file or of a part of it, or None if there is none."""
-        self.loop = asyncio.get_running_loop()
-        if self.error is not None:
-            raise self.error
-        found = await asyncio.to_thread(self._content, key, byte_range)
-        return None if found is None else prototype.buffer.from_bytes(found)
-
-    def _content(self, key: str, byte_range: Any) -> bytes | None:
-        name, start, end = joined(self._place, key), 0, None
-        if key.rpartition("/")[2] in METADATA:
-            return self._files.metadata(name)
+        start, end = 0, None
         if isinstance(byte_range, RangeByteRequest):
             start, end = byte_range.start, byte_range.end
         elif isinstance(byte_range, SuffixByteRequest):
             start = -byte_range.suffix
-        num_bytes = math.prod(self.array.shards or self.array.chunks) * self.array.dtype.itemsize
-        found = self._files.read(name, 2 * num_bytes + SPARE_BYTES, start, end)
-        if found is None:
-            self._report_missing(key)
-        else:
-            for chunk in _packed_chunks(self.array, memoryview(found), start, byte_range is None):
-                self._refuse_bomb(key, chunk)
-        return found
+        found = await asyncio.to_thread(self._content, key, start, end)
+        return None if found is None else prototype.buffer.from_bytes(found)
+
+    def _content(self, key: str, start: int, end: int | None) -> bytes | None:
+        if key.rpartition("/")[2] not in METADATA:
+            found = self._part(key, start, end, 2 * self._chunk_bytes + SPARE_BYTES)
+            if found is None:
+                self._report_missing(key)
+            return found
+        if key not in self._metadata:
+            try:
+                self._metadata[key] = self._part(key, 0, None, MAX_JSON_BYTES)
+            except PermissionError:
+                self.is_forbidden, self._metadata[key] = True, None
+        return self._metadata[key]
+
+    def _part(self, key: str, start: int, end: int | None, most: int) -> bytes | None:
+        """Return a file or a part of it, of at most ``most`` bytes; None if there is none."""
+        is_whole = (start, end) == (0, None)
+        try:
+            found = self._files.cat_file(self._root + key, start, most if is_whole else end)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except TimeoutError as error:
+            raise VolumeError(
+                f"{self.volume} did not answer in time; check the address and the network"
+            ) from error
+        except Exception as error:
+            if getattr(error, "status", None) in (401, 403):  # an error of aiohttp
+                raise PermissionError(str(error)) from error
+            raise
+        wanted = -start if end is None else end - start
+        if not is_whole and len(found) > wanted:  # a server that sends only whole files
+            found = found[start:end]
+        if not 0 < len(found) < most:
+            raise VolumeError(
+                f"{self.volume} has a file {key} of {len(found)} bytes, but its content takes up "
+                f"to {most - 1}; it is damaged: copy the volume again"
+            )
+        return bytes(found)
 
     def _report_missing(self, key: str) -> None:
-        volume = self._files.volume
-        if self._is_whole:
-            raise VolumeError(f"{volume} lacks its file {key}; write or copy it again")
-        if not self._is_sparse:
-            warn_once(
-                volume,
-                "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: "
-                "if they should have others, copy the volume again",
-                *(key, self.array.fill_value),
-            )
-
-    def _refuse_bomb(self, key: str, chunk: memoryview) -> None:
-        limit = 2 * math.prod(self.array.chunks) * self.array.dtype.itemsize + SPARE_BYTES
-        codecs = [
-            type(one).__name__.lower().removesuffix("codec") for one in self.array.compressors
-        ]
-        outermost = next((name for name in reversed(codecs) if name != "crc32c"), "")
-        if _unpacked_bytes(outermost, chunk, limit) > limit:
-            raise VolumeError(
-                f"{self._files.volume} has a chunk in {key} that unpacks to more than {limit} "
-                "bytes, twice its voxels; it is damaged or malicious: do not use it"
-            )
+        if self.is_whole:
+            raise VolumeError(f"{self.volume} lacks its file {key}; write or copy it again")
+        warn_once(
+            self.volume,
+            "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: if "
+            "they should have others, copy the volume again",
+            *(key, self._fill_value),
+        )
 
 
-class VoxelArray:
-    """An array of zarr. After an error it waits for the other chunks of a box.
+class _Zip:
+    """A zip file of a store, which may be in a folder in it."""
 
-    Else Python would warn of each of them when it ends.
-    """
+    def __init__(self, file: Any) -> None:
+        self._packed, self._lock = zipfile.ZipFile(file), Lock()
+        outermost = min(
+            (name for name in self._packed.namelist() if name.endswith(ZARR_METADATA)),
+            key=lambda name: name.count("/"),
+            default="",
+        )
+        self.root = outermost[: outermost.rfind("/") + 1]
 
-    def __init__(self, array: Any, store: VoxelStore) -> None:
-        self.shape, self.dtype, self.chunks = array.shape, array.dtype, array.chunks
-        self._array, self._store = array, store
+    def cat_file(self, name: str, start: int, end: int | None) -> bytes:
+        with self._lock:
+            try:
+                one = self._packed.getinfo(name)
+            except KeyError as error:
+                raise FileNotFoundError(name) from error
+            first, last, _ = slice(start, end).indices(one.file_size)
+            if one.compress_type == zipfile.ZIP_STORED and last - first < one.file_size:
+                # Before Python 3.13, zipfile reads everything before the part.
+                file: Any = self._packed.fp
+                file.seek(one.header_offset + 26)
+                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+                file.seek(one.header_offset + 30 + name_bytes + extra_bytes + first)
+                return bytes(file.read(last - first))
+            with self._packed.open(one) as unpacked:
+                unpacked.seek(first)
+                return unpacked.read(last - first)
 
-    def __getitem__(self, box: tuple[slice, ...]) -> Any:
+
+class _Remote:
+    """A file system of fsspec whose server must answer in time and, once it has, may fail twice."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+        self._timeout_s: float | None = TIMEOUT_S
+
+    @classmethod
+    def of(cls, url: str) -> "tuple[_Remote, str]":
+        """Return the file system at a URL, and the name of the file in it."""
         try:
-            return self._array[box]
-        except Exception as error:
-            self._store.error = error
-            asyncio.run_coroutine_threadsafe(_others(), self._store.loop).result()
-            self._store.error = None
+            files, name = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise VolumeError(
+                f"reading {url} needs a package: {error}; for https and s3, pip install "
+                "'unet3d-parallel[remote]'"
+            ) from error
+        except ValueError as error:
+            raise VolumeError(f"cannot read {url}: {error}; name a file, or a URL") from error
+        return cls(files), name.rstrip("/")
+
+    def cat_file(self, name: str, start: int, end: int | None, attempts: int = 3) -> bytes:
+        if not self._files.async_impl:
+            return bytes(self._files.cat_file(name, start=start, end=end))
+        timeout_s, self._timeout_s = self._timeout_s, None
+        part = {"start": start, "end": end, "timeout": timeout_s}
+        try:
+            return bytes(sync(self._files.loop, self._files._cat_file, name, **part))
+        except (FileNotFoundError, PermissionError, TimeoutError):
             raise
+        except Exception as error:
+            if type(error).__name__ == "NoCredentialsError" and attempts:
+                self._files = type(self._files)(anon=True)  # public buckets of S3 need none
+            elif timeout_s or attempts == 1 or 400 <= getattr(error, "status", 0) < 500:
+                raise
+            return self.cat_file(name, start, end, attempts - 1)
+
+    def open(self, name: str) -> Any:
+        """Return a file that is open, and reads ahead."""
+        self.cat_file(name, 0, 4)  # in time, or not at all
+        return self._files.open(name)
 
 
-async def _others() -> None:
-    """Wait for all tasks, except those that wait here for another box."""
-    coroutines = {task: task.get_coro() for task in asyncio.all_tasks()}
-    others = [one for one, at in coroutines.items() if getattr(at, "__name__", "") != "_others"]
+async def _end_reads() -> None:
+    """Wait for the chunks that zarr still reads after an error: Python would warn of each."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _packed_chunks(
-    array: Any, packed: memoryview, start: int, is_file: bool
-) -> Iterator[memoryview]:
-    """Yield the packed chunks in a part of a file, or in a file: one, or all of a shard."""
-    if not array.shards:
-        yield packed
-        return
-    sharding = array.metadata.codecs[0]
-    is_at_start = sharding.index_location.value == "start"
-    if not is_file:
-        if start > 0 or (start == 0 and not is_at_start):  # else it is the index
-            yield packed
-        return
-    ratios = zip(array.shards, array.chunks, strict=True)
-    index_bytes = 16 * math.prod(shard // chunk for shard, chunk in ratios)
-    checksum_bytes = 4 * (len(sharding.index_codecs) - 1)
-    index = packed[0 if is_at_start else -index_bytes - checksum_bytes :][:index_bytes]
-    for offset, num_bytes in np.frombuffer(index, "<u8").reshape(-1, 2).tolist():
-        if offset != NO_CHUNK:
-            yield packed[offset : offset + num_bytes]
-
-
-def _unpacked_bytes(codec: str, packed: memoryview, limit: int) -> int:
-    """Return the unpacked size of a chunk, or a size above the limit; 0 if it is not stated."""
-    if codec == "blosc":
-        return int.from_bytes(packed[4:8], "little")
-    if codec == "lz4":
-        return int.from_bytes(packed[:4], "little")
-    if codec == "zstd":
-        return _zstd_bytes(packed)
-    wbits, total = {"gzip": 31, "zlib": 15}.get(codec, 0), 0
-    left = bytes(packed) if wbits else b""
-    while left and total <= limit:  # a file of gzip may have several members
-        inflater = isal_zlib.decompressobj(wbits)
-        total += len(inflater.decompress(left, limit + 1 - total))
-        left = inflater.unused_data
-    return total
-
-
-def _zstd_bytes(packed: memoryview) -> int:
-    """Return the size that a frame of Zstandard states, or the most that its blocks can hold."""
-    described, at = packed[4], 5
-    is_single = described >> 5 & 1
-    at += (1 - is_single) + (0, 1, 2, 4)[described & 3]
-    width = (is_single, 2, 4, 8)[described >> 6]
-    if width:
-        return int.from_bytes(packed[at : at + width], "little") + 256 * (width == 2)
-    total = is_last = 0
-    while not is_last and at + 3 <= len(packed):
-        header = int.from_bytes(packed[at : at + 3], "little")
-        is_last, kind, size = header & 1, header >> 1 & 3, header >> 3
-        total += 2**17 if kind == 2 else size
-        at += 3 + (1 if kind == 1 else size)
-    return total
-
-
-def open_array(
-    files: StoreFiles, place: str, zarr_format: Any, is_sparse: bool, is_whole: bool
-) -> VoxelArray:
-    """Open an array in a folder of a store, but read no voxels."""
-    store = VoxelStore(files, place, is_sparse, is_whole)
-    array = store.array = zarr.open_array(store, mode="r", zarr_format=zarr_format)
-    shape = array.shape
-    if min(array.chunks, default=1) < 1:
-        raise VolumeError(f"{files.volume} claims chunks of {times(array.chunks)}; it is damaged")
-    if max(shape, default=1) > MAX_SIZE or math.prod(shape) > MAX_SIZE * 2**20:
-        raise VolumeError(f"{files.volume} claims the shape {times(shape)}; it is damaged")
-    return VoxelArray(array, store)
+atexit.register(lambda: zarr_sync(_end_reads()))
