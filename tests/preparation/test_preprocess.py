@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from tests.images.samples import blob_label, held_image, write_msd, write_volume
+from tests.images.samples import blob_label, held_image, write_msd, write_nnunet, write_volume
 from unet3d import terminal
 from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
@@ -200,6 +200,27 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
     assert plan_preprocessing(dataset, settings) == (plan, fingerprint)
 
 
+def test_statistics_inside_labels_and_of_all_voxels_take_one_reading(tmp_path, monkeypatch):
+    dataset = load_dataset(write_nnunet(tmp_path / "data"))
+    examined, found_in_case = [], preprocess._found_in_case
+
+    def noted(case, *counted):
+        examined.append(case)
+        return found_in_case(case, *counted)
+
+    monkeypatch.setattr(preprocess, "_found_in_case", noted)
+    store = Cache(tmp_path / "cache")
+    _, found = preprocess._found_in_voxels(dataset, store, ["ct", "percentiles"])
+    assert len(examined) <= len(dataset.cases)
+    inside, voxels = [], []
+    for case in dataset.cases:
+        first, second, label = (nib.load(one).get_fdata() for one in (*case.images, case.label))
+        inside.append(first[label > 0])
+        voxels.append(second.ravel())
+    for channel, values in zip(found, (inside, voxels), strict=True):
+        assert channel.mean == pytest.approx(np.concatenate(values).mean(), rel=1e-5)
+
+
 def test_ignored_voxels_have_no_part_in_ct_statistics(tmp_path, settings):
     labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
     root = write_msd(tmp_path / "data", 1, modality="CT", labels=labels)
@@ -347,9 +368,9 @@ def test_only_new_cases_are_examined(tmp_path, settings, modality, monkeypatch):
     records[0].write_text("{}")
     examined, examine = [], preprocess._found_in_case
 
-    def noted(case, outside):
+    def noted(case, *counted):
         examined.append(case.name)
-        return examine(case, outside)
+        return examine(case, *counted)
 
     monkeypatch.setattr(preprocess, "_found_in_case", noted)
     assert plan_preprocessing(whole, settings) == expected

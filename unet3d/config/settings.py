@@ -85,7 +85,7 @@ class DataSettings(Section):
     or more. auto: chosen by the name of each channel as in nnU-Net: ct for CT, none for noNorm, a
     range of 0 to 1 for rescale_to_0_1, division by 255 for rgb_to_0_1. For any other name,
     percentiles if all cases are uint8 or uint16 volumes of microscopes (TIFF, OME-Zarr, HDF5, or
-    voxels finer than 0.01 mm), else z-score."""
+    voxels finer than 0.05 mm), else z-score."""
     reading: Reading = Reading()
     cache: FilePath | None = None
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""

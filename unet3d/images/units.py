@@ -48,11 +48,6 @@ class Units:
         length, mm = ("µm", 1e-3) if finest >= SMALL_MM / 1000 else ("nm", 1e-6)
         return cls(length=length, mm=mm, volume="µm³", ml=1 / UM3_PER_ML)
 
-    @property
-    def is_microscopic(self) -> bool:
-        """Whether the image is from a microscope, to judge by its spacing."""
-        return self.length != "mm"
-
     def spacing_text(self, spacing_mm: Sequence[float]) -> str:
         """Return a spacing, such as ``1 x 1 x 2.5 mm``."""
         return " x ".join(f"{mm / self.mm:.4g}" for mm in spacing_mm) + f" {self.length}"
@@ -78,4 +73,4 @@ def default_tolerance_mm(spacing_mm: Sequence[float]) -> float:
     It is 1 mm; for images from microscopes, in which 1 mm is larger than a cell, it is twice the
     finest spacing.
     """
-    return 2 * min(spacing_mm) if Units.of(spacing_mm).is_microscopic else 1.0
+    return 1.0 if Units.of(spacing_mm) == MILLIMETRES else 2 * min(spacing_mm)

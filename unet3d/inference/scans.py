@@ -28,6 +28,7 @@ from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.ahead import ahead
 from unet3d.inputs.reading import open_regular, read_json
 from unet3d.memory.host import available_bytes
+from unet3d.preparation.normalization import Moments
 
 logger = logging.getLogger(__name__)
 
@@ -237,30 +238,20 @@ class _Intensities:
     """Statistics of the voxels of one label in one channel, a part after the other."""
 
     def __init__(self) -> None:
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-        self._lowest, self._highest = np.inf, -np.inf
+        self._moments, self._lowest, self._highest = Moments(), np.inf, -np.inf
 
     def add(self, values: npt.NDArray[np.float32]) -> None:
-        """Add voxels: moments are joined as by Chan, Golub and LeVeque."""
-        if not values.size:
-            return
-        count = self._count + values.size
-        mean = float(values.mean(dtype=np.float64))
-        apart = mean - self._mean
-        self._squares += float(np.square(np.subtract(values, mean, dtype=np.float64)).sum())
-        self._squares += apart**2 * self._count * values.size / count
-        self._mean += apart * values.size / count
-        self._count = count
-        self._lowest = min(self._lowest, float(values.min()))
-        self._highest = max(self._highest, float(values.max()))
+        self._moments = self._moments.joined(Moments.of(values))
+        self._lowest = min(self._lowest, float(values.min(initial=np.inf)))
+        self._highest = max(self._highest, float(values.max(initial=-np.inf)))
 
     def described(self) -> dict[str, float] | None:
         """Return the statistics by name; None without voxels."""
-        if not self._count:
+        if not self._moments.count:
             return None
         return {
-            "mean": self._mean,
-            "standard_deviation": float(np.sqrt(self._squares / self._count)),
+            "mean": self._moments.mean,
+            "standard_deviation": self._moments.std,
             "minimum": self._lowest,
             "maximum": self._highest,
         }

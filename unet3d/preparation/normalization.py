@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
-from torch import Tensor
 
 from unet3d.config import Normalization
 from unet3d.distributed.ranks import num_cores
@@ -24,17 +23,18 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import format_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box, Image
+from unet3d.images.units import SMALL_MM
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import PLAIN
+
+if TYPE_CHECKING:  # scores and reports use moments without PyTorch
+    from torch import Tensor
 
 MOST_THREADS = 8
 """With more threads, memory bandwidth is the limit."""
 
 FORMATS_OF_MICROSCOPES = ("tiff", "ome_zarr", "hdf5")
 """Modules of :mod:`unet3d.images`."""
-
-FINE_MM = 0.01
-"""Voxels finer than this are of a microscope, whatever the format."""
 
 LARGE_VOXELS = 10**8
 """Images of microscopes with more voxels than this, along X, Y, Z, are not measured completely."""
@@ -48,7 +48,6 @@ BOX_SHAPE = (140, 140, 8)
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 Found = TypeVar("Found")
-_Moments = tuple[int, int, float, float]
 
 Kind = Literal["ct", "z-score", "z-score-inside", "rescale", "rgb", "none"]
 
@@ -106,7 +105,7 @@ def is_microscopic(geometry: Geometry) -> bool:
     """Return whether an image is of a microscope, by its format or the size of its voxels."""
     found = format_of(geometry.path)
     by_format = found is not None and found.module in FORMATS_OF_MICROSCOPES
-    return by_format or min(geometry.spacing_mm) < FINE_MM
+    return by_format or min(geometry.spacing_mm) < SMALL_MM
 
 
 def is_large(image: Image) -> bool:
@@ -138,12 +137,42 @@ def sampled(image: Image) -> Array:
     return np.concatenate([part.reshape(len(part), -1, 1, 1) for part in parts], axis=1)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Number of voxels, their mean, and the sum of squared deviations from it."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Array) -> "Moments":
+        """Return the moments of voxels; of none, if one is NaN or infinite."""
+        with np.errstate(invalid="ignore"):  # the sum of infinity and -infinity
+            mean = float(values.mean(dtype=np.float64)) if values.size else math.nan
+        if not math.isfinite(mean):  # sums of float32 never overflow in float64
+            return cls()
+        distances = np.subtract(values, mean, dtype=np.float64).ravel(order="K")
+        return cls(values.size, mean, float(distances @ distances))
+
+    def joined(self, other: "Moments") -> "Moments":
+        """Return the moments of both, as by Chan, Golub and LeVeque: without cancellation."""
+        count = self.count + other.count
+        apart, share = other.mean - self.mean, other.count / max(count, 1)
+        squares = self.squares + other.squares + apart**2 * share * self.count
+        return Moments(count, self.mean + apart * share, squares)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation, with the number of voxels as the divisor."""
+        return math.sqrt(self.squares / max(self.count, 1))
+
+
 class Intensities(NamedTuple):
     """Statistics of one channel, over the voxels that count in :func:`measured`."""
 
     mean: float
     std: float
-    """Standard deviation, with the number of voxels as the divisor."""
     lowest: Array
     """Lowest intensity of each plane along an axis, or of all voxels, (1,)."""
     highest: Array
@@ -166,59 +195,44 @@ def measured(
     """
     others = tuple(one for one in range(3) if one != axis)
 
-    def of_piece(box: Box) -> list[tuple[_Moments, Array, Array]]:
+    def of_piece(box: Box) -> list[tuple[int, Moments, Array, Array]]:
         found = []
         for values, mask in zip(image.read(box), masks, strict=True):
             where = True if mask is None else mask[box]
             lowest = values.min(axis=others, where=where, initial=np.inf)
             highest = values.max(axis=others, where=where, initial=-np.inf)
             counted = values if mask is None else values[mask[box]]
-            found.append((_moments(counted), lowest, highest))
+            moments = Moments.of(counted)
+            num_wrong = 0 if moments.count else np.count_nonzero(~np.isfinite(counted))
+            found.append((int(num_wrong), moments, lowest, highest))
         return found
 
     needs_all = axis is not None or any(mask is not None for mask in masks)
     boxes = list(image.pieces()) if needs_all else sample_boxes(image)
     pieces = on_pieces(of_piece, boxes)
-    moments = np.array([[one[0] for one in piece] for piece in pieces], np.float64)
-    num_wrong, count, mean, squares = moments.T
-    if num_wrong.any():
+    num_wrong = sum(one[0] for piece in pieces for one in piece)
+    if num_wrong:
         raise VolumeError(
-            f"the image has {int(num_wrong.sum())} of {math.prod(image.shape)} voxels that are NaN "
-            "or infinite; replace them, for example by 0"
+            f"the image has {num_wrong} of {math.prod(image.shape)} voxels that are NaN or "
+            "infinite; replace them, for example by 0"
         )
-    # Moments are joined as by Chan, Golub and LeVeque, without cancellation for a large mean.
-    total = count.sum(axis=1).clip(1)
-    joined = (count * mean).sum(axis=1) / total
-    squares += count * np.square(mean - joined[:, None])
-    std = np.sqrt(squares.sum(axis=1) / total)
     found = []
     for channel, mask in enumerate(masks):
         lowest = np.full(1 if axis is None else image.geometry.shape[axis], np.inf)
-        highest = -lowest
+        highest, moments = -lowest, Moments()
         for box, piece in zip(boxes, pieces, strict=True):
             planes = slice(None) if axis is None else box[axis]
-            _, low, high = piece[channel]
+            _, of_box, low, high = piece[channel]
+            moments = moments.joined(of_box)
             lowest[planes] = np.minimum(lowest[planes], low)
             highest[planes] = np.maximum(highest[planes], high)
         if mask is not None:
             has_others = ~mask.all(axis=others)
-            lowest = np.where(has_others, lowest.clip(max=joined[channel]), lowest)
-            highest = np.where(has_others, highest.clip(joined[channel]), highest)
+            lowest = np.where(has_others, lowest.clip(max=moments.mean), lowest)
+            highest = np.where(has_others, highest.clip(moments.mean), highest)
         low, high = lowest.astype(np.float32), highest.astype(np.float32)
-        found.append(Intensities(float(joined[channel]), float(std[channel]), low, high))
+        found.append(Intensities(moments.mean, moments.std, low, high))
     return found
-
-
-def _moments(values: Array) -> _Moments:
-    """Return the numbers of non-finite and finite voxels, mean, and sum of squared deviations."""
-    if not values.size:
-        return 0, 0, 0, 0
-    with np.errstate(invalid="ignore"):  # the sum of infinity and -infinity
-        mean = float(values.mean(dtype=np.float64))
-    if not math.isfinite(mean):  # sums of float32 never overflow in float64
-        return values.size - int(np.count_nonzero(np.isfinite(values))), 0, 0, 0
-    distances = np.subtract(values, mean, dtype=np.float64).ravel(order="K")
-    return 0, values.size, mean, float(distances @ distances)
 
 
 def on_pieces(work: Callable[[Box], Found], boxes: Sequence[Box]) -> list[Found]:
@@ -258,7 +272,7 @@ class Scaling:
         std = max(scale, how.least_std) or 1.0  # 1 for a constant channel
         return cls(mean=start, std=std, is_masked=how.kind == "z-score-inside")
 
-    def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
+    def apply_(self, values: "Tensor", inside: "Tensor | None" = None) -> None:
         """Normalise a part of the channel in place, in float32; ``inside`` is its mask."""
         if self.limits is not None:
             values.clamp_(*self.limits)

@@ -64,7 +64,7 @@ inside a mask (the value of nnU-Net)."""
 MAX_READERS = 4
 """Most threads that read a case each, because each case may take gibibytes of memory."""
 
-VERSION = 11
+VERSION = 12
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or the
 format of entries changes."""
 
@@ -149,39 +149,18 @@ def _found_in_voxels(
 
     The cache keeps the results of each case and of all cases together, so only new cases are read.
     """
-    outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
-    outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
-    shapes: list[Shape] = []
-    known: dict[int, ChannelNormalization] = {}
-    for counted, excluded in (("ct", outside), ("percentiles", [])):
-        numbers = [number for number, kind in enumerate(kinds) if kind == counted]
-        if numbers:
-            shapes, found = _statistics(dataset, store, numbers, excluded)
-            known |= dict(zip(numbers, found, strict=True))
-    channels = [
-        known[number]
-        if kind == "percentiles" or number in known
-        else ChannelNormalization(kind=kind)
-        for number, kind in enumerate(kinds)
-    ]
-    return shapes or _statistics(dataset, store, (), None)[0], channels
-
-
-def _statistics(
-    dataset: Dataset, store: Cache, numbers: Sequence[int], outside: Sequence[int] | None
-) -> tuple[list[Shape], list[ChannelNormalization]]:
-    """Return the shape of each nonzero box, and the normalisation of channels by statistics.
-
-    They count voxels without the label values of ``outside``.
-    """
-    cases = dataset.cases
+    cases, counted = dataset.cases, sorted({"ct", "percentiles"}.intersection(kinds))
+    outside: list[int] = []
+    if "ct" in counted:  # counts voxels inside labels
+        outside += dataset.raw_values[0] if dataset.raw_values else (0,)
+        outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
     digests = _digests(cases, store, labels=bool(outside))
-    key = key_of([digests, [] if outside is None else [outside, numbers]], VERSION)
+    key = key_of([digests, outside, list(kinds)], VERSION)
     record = store.folder / "planned" / f"{key}.json"
 
     def read(tree: Any) -> tuple[list[Shape], list[ChannelNormalization]]:
         shapes: list[Shape] = [(x, y, z) for x, y, z in tree["shapes"]]
-        return shapes, [validated(ChannelNormalization, one) for one in tree["ct"]]
+        return shapes, [validated(ChannelNormalization, one) for one in tree["channels"]]
 
     known = recall(record, read)
     if known is not None:
@@ -190,61 +169,64 @@ def _statistics(
     with counting("reading", len(cases)) as watch:
         # Threads: starting processes would take longer than reading most data sets.
         found = _in_threads(
-            lambda task: _examined(*task, store, outside),
+            lambda task: _examined(*task, store, counted, outside),
             list(zip(cases, digests, strict=True)),
             watch,
         )
-    collected = [voxels for _, voxels in found if voxels is not None]
-    if numbers and not any(len(of_case) for of_case in collected):
-        raise DatasetError(
-            f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
-            "check the labels or set data.normalization=z-score"
-        )
-    statistics = [
-        ct_normalization([of_case[:, number] for of_case in collected]) for number in numbers
-    ]
+    channels = []
+    for number, kind in enumerate(kinds):
+        if kind != "ct" and kind != "percentiles":
+            channels.append(ChannelNormalization(kind=kind))
+            continue
+        of_cases = [intensities[kind][:, number] for _, intensities in found]
+        if not any(map(len, of_cases)):
+            raise DatasetError(
+                f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
+                "check the labels or set data.normalization=z-score"
+            )
+        channels.append(ct_normalization(of_cases))
     shapes = [shape for shape, _ in found]
-    remember(record, {"shapes": shapes, "ct": [asdict(one) for one in statistics]})
-    return shapes, statistics
+    remember(record, {"shapes": shapes, "channels": [asdict(one) for one in channels]})
+    return shapes, channels
 
 
-_Examined = tuple[Shape, npt.NDArray[np.float32] | None]
+_Examined = tuple[Shape, dict[str, npt.NDArray[np.float32]]]
 
 
 def _examined(
-    case: Case, digests: Sequence[str], store: Cache, outside: Sequence[int] | None
+    case: Case, digests: Sequence[str], store: Cache, counted: Sequence[str], outside: Sequence[int]
 ) -> _Examined:
-    """Return the shape of the nonzero box and, if ``outside`` is given, intensities (N, C).
+    """Return the shape of the nonzero box, and intensities (N, C) for each kind that is counted.
 
-    Intensities are of voxels inside labels; ``outside`` has the label values of all other voxels.
+    For ``ct`` they are inside labels; ``outside`` has the label values of all other voxels.
     """
-    record = store.folder / "examined" / f"{key_of([digests, outside], VERSION)}.json"
+    record = store.folder / "examined" / f"{key_of([digests, counted, outside], VERSION)}.json"
 
     def read(tree: Any) -> _Examined:
         (x, y, z), found = tree["shape"], tree["intensities"]
-        return (x, y, z), None if found is None else np.array(found, np.float32)
+        return (x, y, z), {kind: np.array(one, np.float32) for kind, one in found.items()}
 
     known = recall(record, read)
     if known is None:
-        known = shape, intensities = _found_in_case(case, outside)
-        found = None if intensities is None else intensities.tolist()
+        known = shape, intensities = _found_in_case(case, counted, outside)
+        found = {kind: one.tolist() for kind, one in intensities.items()}
         remember(record, {"shape": shape, "intensities": found})
     return known
 
 
-def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
-    intensities = None
-    if outside is None:
-        image = open_image(case.images, reading=case.reading)
-    elif outside:
+def _found_in_case(case: Case, counted: Sequence[str], outside: Sequence[int]) -> _Examined:
+    intensities = {}
+    if "ct" in counted:
         image, label = _read_case(case)
         inside = np.flatnonzero(np.isin(label.array, outside, invert=True))
-        intensities = image.whole().reshape(image.num_channels, -1)[:, inside[_some(len(inside))]].T
+        voxels = image.whole().reshape(image.num_channels, -1)
+        intensities["ct"] = voxels[:, inside[_some(len(inside))]].T
     else:
         image = open_image(case.images, reading=case.reading)
-        values = sampled(image).reshape(image.num_channels, -1)
-        intensities = values[:, _some(values.shape[1])].T
-    if intensities is not None and not np.isfinite(intensities).all():
+    if "percentiles" in counted:
+        voxels = sampled(image).reshape(image.num_channels, -1)
+        intensities["percentiles"] = voxels[:, _some(voxels.shape[1])].T
+    if not all(np.isfinite(one).all() for one in intensities.values()):
         raise VolumeError(
             f"{case.images[0]} has voxels that are NaN or infinite; replace them, for example by 0"
         )

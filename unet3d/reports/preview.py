@@ -14,7 +14,7 @@ from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
 from unet3d.images.geometry import Geometry, voxel_mm3
 from unet3d.images.image import Image
-from unet3d.images.units import Units
+from unet3d.images.units import MILLIMETRES, Units
 from unet3d.reports.figures import LABELS, drawable, save_figure
 from unet3d.reports.planes import VIEWS, Structure, Survey, View, plane_of, survey, visible_box
 from unet3d.reports.tables import score
@@ -321,7 +321,7 @@ def _notes(
         origin = "the left, the back and the bottom"
         sides = "Radiological view: the patient's right is on the left."
     notes += [f"{planes},", f"counted from {origin}."]
-    return notes if preview.units.is_microscopic else [*notes, sides]
+    return [*notes, sides] if preview.units == MILLIMETRES else notes
 
 
 def _draw_scale(axes: Axes, most_mm: float, down: float, units: Units) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from unet3d.errors import counted, some
-from unet3d.images.units import Units
+from unet3d.images.units import MILLIMETRES, Units
 
 if TYPE_CHECKING:
     from unet3d.inference.evaluation import Evaluation  # which imports PyTorch
@@ -243,7 +243,7 @@ def score_cells(scores: Mapping[str, Any], units: Units) -> tuple[str, ...]:
 def evaluation_lines(evaluation: "Evaluation", is_default_tolerance: bool) -> list[str]:
     """Return notes, a line each: the tolerance of the NSD, and files without a partner."""
     lines = []
-    if is_default_tolerance and evaluation.units.is_microscopic:
+    if is_default_tolerance and evaluation.units != MILLIMETRES:
         near = evaluation.units.length_text(evaluation.tolerance_mm)
         lines.append(
             f"NSD counts surfaces within {near}, twice the spacing; --tolerance-mm sets it"
