@@ -187,6 +187,26 @@ def test_levels_that_are_not_there_are_listed(tmp_path):
     assert open_source(path).levels == ((21, 17, 9),)
 
 
+def test_a_level_is_read_without_the_finer_ones(tmp_path):
+    path = store(tmp_path / "scan.ome.zarr")
+    shutil.rmtree(path / "0")
+    assert "has no level 0; it has 1 (16 x 16 x 80 nm)" in refusal(path, open_image)
+    for name, reading in ((path, Reading(level=1)), (path / "1", Reading())):
+        source = open_source(name, reading)
+        assert source.geometry.spacing_mm == LEVELS[1] and source.levels == ()
+        np.testing.assert_array_equal(source.voxels()[:, :, :, :][..., 0], VOXELS[::2, ::2, ::2].T)
+
+
+@pytest.mark.parametrize("axes", [[], ["z", "y", "x"], [{"type": "space"}] * 3])
+def test_users_may_name_the_axes_of_a_pyramid(tmp_path, axes):
+    path = store(tmp_path / "scan.ome.zarr", axes=axes)  # as before version 0.4
+    if axes != [*"zyx"]:
+        assert "volume needs z, y and x, each once: name all axes with --axes" in refusal(path)
+    image = open_image(path, reading=Reading(axes="zyx", spacing_mm=(1, 2, 3)))
+    assert image.geometry.spacing_mm == (1, 2, 3)
+    np.testing.assert_array_equal(image.whole()[0], VOXELS.T)
+
+
 def test_axes_are_stated_where_a_file_has_no_names(tmp_path):
     path = tmp_path / "scan.zarr"
     zarr.create_array(path, data=np.stack([VOXELS, VOXELS + 1], axis=-1))

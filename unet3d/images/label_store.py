@@ -23,9 +23,9 @@ from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
 from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import NAMES, is_turned, rounded, states_spacing
+from unet3d.images.ome_zarr import COMPLETE
 from unet3d.images.scratch import parts
 from unet3d.images.units import Units, unit_mm
-from unet3d.images.zarr_store import COMPLETE
 
 logger = logging.getLogger(__name__)
 

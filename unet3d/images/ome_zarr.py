@@ -35,6 +35,9 @@ from unet3d.inputs.plain_data import printable, shown
 
 logger = logging.getLogger(__name__)
 
+COMPLETE = "is_complete"
+"""Attribute, in the group ``unet3d``, of stores that are written here: no file may be missing."""
+
 
 def files_of(folder: Path) -> list[str]:
     """Return the files of metadata in a folder, and all files of its finest level."""
@@ -136,7 +139,7 @@ def _ome(node: Any) -> Mapping[str, Any]:
 def _is_complete(group: Any) -> bool | None:
     """Return whether a store that is written here has all files; None for other stores."""
     ours = group.attrs.get("unet3d")
-    return ours.get("is_complete") if isinstance(ours, dict) else None
+    return ours.get(COMPLETE) if isinstance(ours, dict) else None
 
 
 def _channel_names(group: Any) -> tuple[str, ...]:

@@ -62,10 +62,9 @@ class Planes:
         dtype = np.dtype(page.dtype).newbyteorder(page.parent.byteorder)
         shape, chunk = (rows, columns, interleaved), (rows, columns)
         if len(found) == 1 and found[0].dataoffset is not None:  # one plain plane after another
-            num_bytes = math.prod(shape) * dtype.itemsize
-            layouts = [None]
+            num_bytes, layouts = math.prod(shape) * dtype.itemsize, [None]
             offsets = found[0].dataoffset + num_bytes * np.arange(number)[:, None]
-            sizes = offsets
+            sizes = np.full_like(offsets, num_bytes)
         else:
             pages = [one for series in found for one in series if one is not None]
             chunk = (page.tilelength, page.tilewidth)
@@ -82,12 +81,9 @@ class Planes:
                 )
             layouts = [_decoder(one.keyframe) for one in pages]
             offsets, sizes = np.array(parts, np.int64).transpose(1, 0, 2).reshape(2, number, -1)
-        if layouts[0] is None:
-            first_rows = np.arange(offsets.shape[1]) * chunk[0]
-            row_bytes = columns * interleaved * dtype.itemsize
-            sizes = np.broadcast_to(
-                np.minimum(chunk[0], rows - first_rows) * row_bytes, offsets.shape
-            )
+            if layouts[0] is None:  # what is mapped counts, not what the file states
+                num_rows = np.minimum(chunk[0], rows - np.arange(sizes.shape[1]) * chunk[0])
+                sizes[:] = num_rows * columns * interleaved * dtype.itemsize
         file_bytes = os.path.getsize(file)
         lost = (np.minimum(offsets, sizes) < 1) | (sizes > file_bytes - offsets)
         if lost.any():

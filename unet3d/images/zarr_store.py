@@ -10,13 +10,13 @@ import os
 import struct
 import zipfile
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import fsspec
 import zarr
 from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
 from zarr.core.sync import sync as zarr_sync
 from zarr.storage import MemoryStore, WrapperStore
@@ -25,9 +25,6 @@ from unet3d.errors import VolumeError
 from unet3d.images.files import ZARR_METADATA, ZIP_SUFFIXES, file_and_dataset, url_of
 from unet3d.images.microscopy import warn_once
 from unet3d.inputs.reading import MAX_JSON_BYTES
-
-COMPLETE = "is_complete"
-"""Attribute, in the group ``unet3d``, of stores that are written here: no file may be missing."""
 
 METADATA = (*ZARR_METADATA, ".zattrs", ".zmetadata")
 """Names of files that hold no voxels."""
@@ -66,7 +63,10 @@ class StoreFiles(WrapperStore[Any]):
                 raise VolumeError(
                     f"{self.volume} is at a server that does not send parts of files; download it"
                 ) from error
-            place = f"{self._files.root}{inside}".strip("/")
+            # The store may be in a folder of the zip file.
+            metadata = [name for name in self._files.find("") if name.endswith(ZARR_METADATA)]
+            outermost = min(metadata, key=lambda name: name.count("/"), default="")
+            place = f"{outermost[: outermost.rfind('/') + 1]}{inside}".strip("/")
         self._root, self.name = place[: place.rfind("/") + 1], place[place.rfind("/") + 1 :]
 
     def node(self, name: str) -> Any:
@@ -147,35 +147,19 @@ class StoreFiles(WrapperStore[Any]):
         )
 
 
-class _Zip:
-    """A zip file of a store, which may be in a folder in it."""
+class _Zip(ZipFileSystem):
+    """A zip file. Before Python 3.13, zipfile reads all that is before a part of a file."""
 
-    def __init__(self, file: Any) -> None:
-        self._packed, self._lock = zipfile.ZipFile(file), Lock()
-        outermost = min(
-            (name for name in self._packed.namelist() if name.endswith(ZARR_METADATA)),
-            key=lambda name: name.count("/"),
-            default="",
-        )
-        self.root = outermost[: outermost.rfind("/") + 1]
-
-    def cat_file(self, name: str, start: int, end: int | None) -> bytes:
-        with self._lock:
-            try:
-                one = self._packed.getinfo(name)
-            except KeyError as error:
-                raise FileNotFoundError(name) from error
-            first, last, _ = slice(start, end).indices(one.file_size)
-            if one.compress_type == zipfile.ZIP_STORED and last - first < one.file_size:
-                # Before Python 3.13, zipfile reads everything before the part.
-                file: Any = self._packed.fp
-                file.seek(one.header_offset + 26)
-                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
-                file.seek(one.header_offset + 30 + name_bytes + extra_bytes + first)
-                return bytes(file.read(last - first))
-            with self._packed.open(one) as unpacked:
-                unpacked.seek(first)
-                return unpacked.read(last - first)
+    def cat_file(self, path: str, start: int, end: int | None) -> bytes:
+        one = self.zip.NameToInfo.get(path)
+        if one is None or one.compress_type != zipfile.ZIP_STORED:
+            return bytes(super().cat_file(path, start, end))
+        first, last, _ = slice(start, end).indices(one.file_size)
+        with self.zip._lock:
+            self.zip.fp.seek(one.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", self.zip.fp.read(4))
+            self.zip.fp.seek(one.header_offset + 30 + name_bytes + extra_bytes + first)
+            return bytes(self.zip.fp.read(last - first))
 
 
 class _Remote:
