@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,7 +229,9 @@ def _chosen(
     if level not in present:
         units = Units.of(spacings_mm[0].tolist())
         known = [f"{one} ({units.spacing_text(spacings_mm[one])})" for one in present]
-        raise files.missing(f"has no level {level}; it has {', '.join(known)}")
+        said = f"has no level {level}; it has {', '.join(known)}"
+        is_listed = level < len(spacings_mm)
+        raise files.missing(said) if is_listed else VolumeError(f"{files.volume} {said}")
     return level
 
 
@@ -249,13 +250,8 @@ def _refuse_uneven(files: Any, shapes: Mapping[int, Shape], scales: npt.NDArray[
 
 def _files(path: Path) -> Any:
     """Return the files of the store in which a volume lies."""
-    return _library(f"reading {url_of(path) or path}", "zarr_store").StoreFiles(path)
-
-
-def _library(what: str, module: str) -> ModuleType:
-    """Return a module that uses zarr, an optional package, for what begins an error."""
-    package("zarr", what)
-    return import_module(f"unet3d.images.{module}")
+    package("zarr", f"reading {url_of(path) or path}")
+    return import_module("unet3d.images.zarr_store").StoreFiles(path)
 
 
 def label_names(path: Path) -> dict[int, str]:
@@ -278,5 +274,5 @@ def write_labels(
     path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> None:
     """Write labels (I, J, K) into a folder, as a pyramid."""
-    library = _library(f"writing {path}", "label_store")
-    library.write_labels(path, stored, geometry, names)
+    package("zarr", f"writing {path}")
+    import_module("unet3d.images.label_store").write_labels(path, stored, geometry, names)

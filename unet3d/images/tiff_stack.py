@@ -103,22 +103,13 @@ class Planes:
 
     def read(self, plane: int, rows: slice, columns: slice) -> npt.NDArray[Any]:
         """Return a part of a plane, (rows, columns, channels), from its strips or tiles."""
-        (height, width), shape = self.chunk, self.shape
-        sizes = (rows.stop - rows.start, columns.stop - columns.start, shape[2])
+        sizes = (rows.stop - rows.start, columns.stop - columns.start, self.shape[2])
         found = np.empty(sizes, self.dtype.newbyteorder("="))
-        for down in range(rows.start // height, math.ceil(rows.stop / height)):
-            top, bottom = max(rows.start, down * height), min(rows.stop, (down + 1) * height)
-            for aside in range(columns.start // width, math.ceil(columns.stop / width)):
-                left = max(columns.start, aside * width)
-                right = min(columns.stop, (aside + 1) * width)
-                number = down * math.ceil(shape[1] / width) + aside
-                found[
-                    top - rows.start : bottom - rows.start,
-                    left - columns.start : right - columns.start,
-                ] = self._strip(plane, number)[
-                    top - down * height : bottom - down * height,
-                    left - aside * width : right - aside * width,
-                ]
+        num_aside = -(-self.shape[1] // self.chunk[1])
+        for down, rows_here, rows_there in _touched(rows, self.chunk[0]):
+            for aside, columns_here, columns_there in _touched(columns, self.chunk[1]):
+                strip = self._strip(plane, down * num_aside + aside)
+                found[rows_here, columns_here] = strip[rows_there, columns_there]
         return found
 
     def _strip(self, plane: int, number: int) -> npt.NDArray[Any]:
@@ -134,6 +125,14 @@ class Planes:
         strip = channel * num_strips + number
         found: npt.NDArray[Any] = layout.decode(packed, strip, jpegtables=layout.jpegtables)[0][0]
         return found
+
+
+def _touched(part: slice, side: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield each strip that a part touches: its number, and their overlap in part and strip."""
+    for number in range(part.start // side, -(-part.stop // side)):
+        begin, end = max(part.start, number * side), min(part.stop, (number + 1) * side)
+        here = slice(begin - part.start, end - part.start)
+        yield number, here, slice(begin - number * side, end - number * side)
 
 
 def _decoder(page: Any) -> Any:
