@@ -92,7 +92,9 @@ def test_convolutions_are_compared_in_all_ways(run):
     rows = {(row["size"], row["form"], row["way"]): row for row in record["rows"]}
     assert len(rows) == len(record["rows"]) == 9 * (3 + 2 + 2)  # 40 channels are not folded
     for row in rows.values():
-        assert row["seconds"] > 0 and row["error"] < 4e-3 and row["tflops"] > 0, row
+        # PyTorch's own convolutions round more on some processors.
+        bound = 1e-2 if row["way"].startswith("cuDNN") else 4e-3
+        assert row["seconds"] > 0 and row["error"] < bound and row["tflops"] > 0, row
     assert "8-40@2x4        normalized-weight-gradient" in table
 
 

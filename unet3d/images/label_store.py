@@ -164,10 +164,14 @@ class LabelStore:
         return np.asarray(finer[tuple(place)]).T
 
     def complete(self) -> None:
-        """Note that all blocks are written, after deleting what killed processes have left."""
-        for unfinished in self._path.rglob("*.partial"):
-            unfinished.unlink(missing_ok=True)
+        """Note that all blocks are written, and delete what killed processes have left."""
+        for array in self._arrays:
+            for unfinished in (self._path / array.path).rglob("*.partial"):
+                unfinished.unlink(missing_ok=True)
         self._group.update_attributes({"unet3d": {**self._ours, COMPLETE: True}})
+        # Only now, because another process may just write the same note.
+        for unfinished in self._path.glob("*.partial"):
+            unfinished.unlink(missing_ok=True)
 
 
 def _described(

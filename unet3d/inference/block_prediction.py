@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 WORK = ".claims"
 """Name of the folder of claims in the store; readers of zarr ignore it."""
 
-POLL_SECONDS = 2.0
-"""How often to look whether other processes have finished, or gave tasks back."""
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.05, 2.0
+"""How soon and, after twice that time and so on, how often to look whether other processes have
+finished, or gave tasks back. A level is often finished within a second."""
 
 READ_AHEAD_FROM = 3 / 4
 """Share of the windows of a block after which the next block is claimed and read. Much earlier, a
@@ -221,10 +222,10 @@ def fill(
                 blocks, share = _Level(tasks, store, level, partial(_halving, store, level)), WHOLE
             if not blocks.do(share, blocks_done):
                 return False
-    except FileNotFoundError:  # another process has finished, and deleted the folder of claims
+        store.complete()
+    except FileNotFoundError:  # another process has finished, and deleted what it does not need
         if not LabelStore(path).is_complete:
             raise
-    store.complete()
     shutil.rmtree(work_folder(path), ignore_errors=True)
     return True
 
@@ -271,6 +272,7 @@ class _Level:
 
     def _do(self, blocks_done: WindowsDone) -> None:
         """Compute blocks until none is left."""
+        pause = FIRST_POLL_SECONDS
         while True:
             if self._level == 0:
                 done = self._tasks.done() & self._boxes.keys()
@@ -278,10 +280,12 @@ class _Level:
             self._begin_next()
             if self._begun is not None:
                 self._compute()
+                pause = FIRST_POLL_SECONDS
             elif self._written is not None:
                 self._finish()
             elif self._left():
-                time.sleep(POLL_SECONDS)  # other processes work on these
+                time.sleep(pause)  # other processes work on these
+                pause = min(2 * pause, POLL_SECONDS)
             else:
                 break
 
