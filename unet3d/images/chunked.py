@@ -18,23 +18,25 @@ from unet3d.images.memory_limits import KEPT_BYTES, explaining_memory, refuse_be
 class ChunkedVoxels:
     """An array (I, J, K, C) over an array of a library, whose axes have names such as ``tczyx``.
 
-    Axes other than x, y, z, c and t have a size of 1. Consecutive planes along any axis, and
-    channels that share chunks, unpack their chunks once.
+    There are x, y and z; axes other than these, c and t have a size of 1. Consecutive planes along
+    any axis, and channels that share chunks, unpack their chunks once.
     """
 
     def __init__(self, path: Path | str, array: Any, axes: Sequence[str], time: int = 0) -> None:
         """Take an array with ``chunks``, the shape of what is unpacked at once, and its axes."""
-        sizes, order = tuple(array.shape), list(axes)
-        places = [order.index(name) if name in order else None for name in "xyzc"]
-        self.shape = tuple(1 if place is None else sizes[place] for place in places)
+        sizes, places = tuple(array.shape), [axes.index(name) for name in "xyzc" if name in axes]
+        self.shape = (*[sizes[place] for place in places], 1)[:4]
         self.dtype = array.dtype
         self._path, self._array, self._places = path, array, places
-        others = [place for place, name in enumerate(order) if name not in "xyzc"]
-        self._fixed = {place: time if order[place] == "t" else 0 for place in others}
+        self._fixed = {
+            place: time if name == "t" else 0
+            for place, name in enumerate(axes)
+            if place not in places
+        }
         self._chunks = [
             min(int(chunk), size) for chunk, size in zip(array.chunks, sizes, strict=True)
         ]
-        x, y, z = (1 if place is None else self._chunks[place] for place in places[:3])
+        x, y, z = (self._chunks[place] for place in places[:3])
         self.chunks = (x, y, z)
         """Voxels along X, Y, Z of a chunk."""
         self._lock = Lock()
@@ -50,23 +52,18 @@ class ChunkedVoxels:
         box = [slice(0, 1)] * len(self._array.shape)
         for place, position in self._fixed.items():
             box[place] = slice(position, position + 1)
-        for number, part in zip(self._places, index, strict=True):
-            if number is not None:
-                box[number] = slice(*part.indices(self._array.shape[number])[:2])
-        found = self._planes(box)
-        order = [place for place in self._places if place is not None]
-        kept: tuple[Any, ...] = (..., *[0] * len(self._fixed))
-        found = found.transpose(*order, *self._fixed)[kept]
-        missing = [number for number, place in enumerate(self._places) if place is None]
-        return np.expand_dims(found, missing)
+        for place, part in zip(self._places, index, strict=False):  # channels may be missing
+            box[place] = slice(*part.indices(self._array.shape[place])[:2])
+        found = self._planes(box).transpose(*self._places, *self._fixed)
+        voxels = found.squeeze(tuple(range(len(self._places), found.ndim)))
+        return voxels if len(self._places) == 4 else voxels[..., None]
 
     def _planes(self, box: list[slice]) -> npt.NDArray[Any]:
         """Return a box of the array; of a few planes or channels, whole chunks are kept."""
         shares = [(part.stop - part.start) / n for part, n in zip(box, self._chunks, strict=True)]
-        spatial = [place for place in self._places[:3] if place is not None]
-        axis = min(spatial, key=lambda place: (shares[place], place), default=0)
+        axis = min(self._places[:3], key=lambda place: (shares[place], place))
         layer = [*box]
-        for place in (axis, *(place for place in self._places[3:] if place is not None)):
+        for place in (axis, *self._places[3:]):
             chunk, size = self._chunks[place], self._array.shape[place]
             first = box[place].start // chunk * chunk
             if box[place].stop <= first + chunk:
