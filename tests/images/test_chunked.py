@@ -21,9 +21,9 @@ CHUNKS = {"t": 1, "c": 1, "z": 4, "y": 8, "x": 6}
 class Noting:
     """An array that counts how often each chunk is unpacked."""
 
-    def __init__(self, axes):
+    def __init__(self, axes, chunks=None):
         self.shape = tuple(SIZES[name] for name in axes)
-        self.chunks = tuple(CHUNKS[name] for name in axes)
+        self.chunks = chunks or tuple(CHUNKS[name] for name in axes)
         self.dtype = np.dtype(np.uint16)
         rng = np.random.default_rng(0)
         self.content = rng.integers(0, 999, self.shape).astype(self.dtype)
@@ -36,9 +36,9 @@ class Noting:
         return self.content[box]
 
 
-def opened(axes):
+def opened(axes, chunks=None):
     """Return an array that notes, and voxels (I, J, K, C) over it."""
-    array = Noting(axes)
+    array = Noting(axes, chunks)
     return array, ChunkedVoxels(Path("scan.zarr"), array, axes)
 
 
@@ -98,3 +98,25 @@ def test_pieces_are_whole_chunks_and_each_is_unpacked_once(most, is_turned, monk
         assert not filled[:, *box].any()
         filled[:, *box] = part.read(box) + 1
     np.testing.assert_array_equal(filled, image.read((slice(3, 11), slice(2, 19), slice(5, 9))) + 1)
+
+
+@pytest.mark.parametrize("chunks", [(2, 4, 9), (8, 8, 3), (1, 20, 17)])
+def test_pieces_of_files_with_chunks_of_different_sizes_unpack_each_once(chunks, monkeypatch):
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 100)
+    arrays, sources = [], []
+    for one in (chunks, None):
+        array, voxels = opened("zyx", one)
+        geometry = geometry_of_affine(Path("scan.zarr"), voxels.shape, np.eye(4), (1, 1, 1))
+        arrays.append(array)
+        sources.append(Source(geometry, voxels.dtype, lambda scratch, voxels=voxels: voxels))
+    image = image_of(sources)
+    for box in image.pieces():
+        for channel in (0, 1):
+            expected = in_order(arrays[channel], "zyx")[*box]
+            np.testing.assert_array_equal(image.stored(box, channel), expected)
+    assert {*arrays[0].unpacked.values(), *arrays[1].unpacked.values()} == {1}
+    monkeypatch.setattr(image_module, "KEPT_BYTES", 0)
+    arrays[0].unpacked.clear()
+    for box in image.pieces():
+        image.stored(box)
+    assert set(arrays[0].unpacked.values()) == {1}

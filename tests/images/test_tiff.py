@@ -22,7 +22,7 @@ from unet3d.images.image import open_image
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.source import Reading
-from unet3d.inference.evaluation import read_pair
+from unet3d.inference.label_scores import read_pair
 from unet3d.inference.pairing import find_pairs
 from unet3d.memory import host
 from unet3d.preparation.cache import Cache

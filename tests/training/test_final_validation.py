@@ -112,7 +112,7 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
     assert record_of(folder)["cases"] != before["cases"]
 
 
-@pytest.mark.parametrize("when", ["write_segmentation", "score_maps"])
+@pytest.mark.parametrize("when", ["write_segmentation", "score_labels"])
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     finished, folder, cache, when, monkeypatch
 ):

@@ -134,6 +134,10 @@ class ScoredLabels:
         known = {value for label in self.names for value in values_of(label)}
         return [*named, *sorted(there - known)]
 
+    def name_of(self, label: Label) -> str:
+        """Return the name of a label, or else its values."""
+        return self.names.get(label, key_of(label))
+
 
 EVERY_VALUE = ScoredLabels()
 """Every value but the background, without names."""
@@ -148,6 +152,11 @@ def label_of(values: Iterable[int]) -> Label:
 def values_of(label: Label) -> tuple[int, ...]:
     """Return the values of a label or region."""
     return label if isinstance(label, tuple) else (label,)
+
+
+def key_of(label: Label) -> str:
+    """Return the values of a label or region as text, separated by commas."""
+    return ",".join(map(str, values_of(label)))
 
 
 def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> Mask:

@@ -166,6 +166,11 @@ class Image:
         return self.shape[0]
 
     @property
+    def paths(self) -> list[Path]:
+        """The files."""
+        return [source.path for source in self._sources]
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest type that holds the stored numbers of every channel."""
         return np.result_type(*[source.dtype for source in self._sources])
@@ -192,10 +197,12 @@ class Image:
         parts = [one.read(place) for one in channels]
         return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
-    def stored(self, box: Box) -> npt.NDArray[Any]:
-        """Return a box of all channels as the numbers that are stored, (X, Y, Z, C)."""
+    def stored(self, box: Box, channel: int | None = None) -> npt.NDArray[Any]:
+        """Return a box of all channels or of one as the numbers that are stored, (X, Y, Z, C)."""
         place = self._placed(box)
-        found = np.stack([one.stored(place) for one in self._channels], axis=-1)
+        channels = self._channels if channel is None else [self._channels[channel]]
+        parts = [one.stored(place) for one in channels]
+        found = parts[0][..., None] if len(parts) == 1 else np.stack(parts, axis=-1)
         for source in self._sources:
             source.forget()
         return found
@@ -250,8 +257,7 @@ class Image:
     def at_level(self, level: int) -> "Image":
         """Open another level of a pyramid, cut to the part that this image is."""
         readings = [one.reading.model_copy(update={"level": level}) for one in self._sources]
-        paths = [one.path for one in self._sources]
-        found = image_of(list(map(open_source, paths, readings)))
+        found = image_of(list(map(open_source, self.paths, readings)))
         whole = self._sources[0].geometry.shape
         begins = zip(self._start, self.shape[1:], whole, found.shape[1:], strict=True)
         x, y, z = (
@@ -277,11 +283,14 @@ class Image:
         """Yield boxes that cover the image: of whole planes in the memory order of its file.
 
         Of an image in chunks, they are whole chunks or, one after the other, the planes of a large
-        chunk, so that each chunk is unpacked once.
+        chunk, so that each chunk is unpacked once. If files have chunks of different sizes, that
+        holds for all of them unless boxes of whole chunks would be too large, else for the first.
         """
-        chunk = self._channels[0].chunk
-        if chunk is not None:
-            yield from self._boxes_of_chunks(chunk)
+        chunks = [one.chunk for one in self._channels if one.chunk is not None]
+        if chunks:
+            x, y, z = (math.lcm(*sides) for sides in zip(*chunks, strict=True))
+            num_bytes = math.prod(map(min, (x, y, z), self.shape[1:])) * self.dtype.itemsize
+            yield from self._boxes_of_chunks((x, y, z) if num_bytes <= KEPT_BYTES else chunks[0])
             return
         axis, shape = self.slowest_axis, self.shape[1:]
         num_planes = max(1, PIECE_VOXELS // max(1, math.prod(shape) // shape[axis]))

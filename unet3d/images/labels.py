@@ -15,7 +15,7 @@ from unet3d.atomic import new_folder, replacing
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import WRITTEN_SUFFIXES, can_be_written, format_of, module_of, times
 from unet3d.images.geometry import RAS, Geometry, axes_between
-from unet3d.images.image import open_source
+from unet3d.images.image import Image, image_of, open_source
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.images.scratch import LARGE_BYTES, parts
 from unet3d.images.source import AS_STATED, Reading, Source
@@ -46,26 +46,50 @@ def read_label(path: Path | str, reading: Reading = AS_STATED) -> LabelMap:
 
 def label_of(source: Source) -> LabelMap:
     """Read the label map of an opened file, as :func:`read_label` does."""
+    return label_in(image_of([integers_of(source)]))
+
+
+def integers_of(source: Source) -> Source:
+    """Return the source of a label map with its labels as integers.
+
+    Those that a file stores as floats, or scaled, are read at once, as one volume: only together do
+    they tell labels with noise from an image of small values.
+    """
     path, geometry = source.path, source.geometry
     if geometry.num_channels != 1:
         raise VolumeError(
             f"{path} has {geometry.num_channels} channels; a label map needs one label per voxel"
         )
+    if source.dtype.kind != "f" and not source.is_scaled:
+        return source
     # Rounding, comparing and converting floats each need a copy.
-    copied_bytes = 4 * (8 if source.is_scaled else source.dtype.itemsize)
-    refuse_beyond_memory(
-        math.prod(geometry.shape) * copied_bytes + source.unpacked_bytes,
-        f"{path}: reading {times(geometry.shape)} voxels",
-        "use a machine with more, a coarser level of a pyramid (--level), or cut the volume",
-    )
-    stored = np.asarray(source.voxels()[:, :, :, 0:1])[..., 0]
+    _refuse_large(geometry, 8 if source.is_scaled else source.dtype.itemsize, source.unpacked_bytes)
+    stored = np.asarray(source.voxels()[:, :, :, 0:1])
     with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
         if source.is_scaled:
             stored = apply_read_scaling(stored, source.slope, source.inter)
         if stored.dtype.kind == "f":
             stored = _whole_numbers(path, stored)
-        array = np.array(geometry.in_ras(stored), dtype=_smallest_type(stored), order="C")
-    return LabelMap(array=array, geometry=geometry)
+        integers = stored.astype(_smallest_type(stored))
+    return Source(geometry, integers.dtype, lambda scratch: integers, levels=source.levels)
+
+
+def label_in(image: Image, channel: int = 0) -> LabelMap:
+    """Return a channel of integers in memory, with the axes of the image."""
+    geometry = image.geometry
+    _refuse_large(geometry, image.dtype.itemsize, image.unpacked_bytes)
+    with explaining_memory(f"cannot read {geometry.path}"):
+        stored = image.stored((slice(None),) * 3, channel)[..., 0]
+        array = np.array(stored, dtype=_smallest_type(stored), order="C")
+    return LabelMap(array=array, geometry=replace(geometry, num_channels=1))
+
+
+def _refuse_large(geometry: Geometry, voxel_bytes: int, unpacked_bytes: int) -> None:
+    refuse_beyond_memory(
+        4 * voxel_bytes * math.prod(geometry.shape) + unpacked_bytes,
+        f"{geometry.path}: reading {times(geometry.shape)} voxels",
+        "use a machine with more, a coarser level of a pyramid (--level), or cut the volume",
+    )
 
 
 def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:

@@ -10,19 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from unet3d.datasets.labels import EVERY_VALUE, Label, ScoredLabels, values_of
+from unet3d.datasets.labels import EVERY_VALUE, Label, ScoredLabels, key_of, values_of
 from unet3d.datasets.naming import description_of, read_scored_labels
 from unet3d.errors import ConfigError, DatasetError, VolumeError
 from unet3d.images.files import volume_stem
-from unet3d.images.geometry import same_grid, with_spacing_of
 from unet3d.images.image import open_source
-from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.source import AS_STATED, Reading
 from unet3d.images.units import MILLIMETRES, Units, default_tolerance_mm
-from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
+from unet3d.inference.label_scores import (
+    LABEL,
+    NOWHERE,
+    PREDICTION,
+    TOLERANCE_MM,
+    LabelScore,
+    open_pair,
+    overlaps_in,
+    score_labels,
+)
 from unet3d.inference.pairing import find_pairs
 from unet3d.nnunet.loading import load_network
 from unet3d.runs.finding import checkpoint_in
@@ -32,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUES_OF_ONE_SIDE = 100
 """Most values that only one of two label maps may have; more must be grey values of an image."""
-
-MAX_VALUES = 10_000
-"""Most values of a label map; each is measured alone, in a second for a volume of 512^3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,8 @@ class Evaluation:
     def num_cases(self, label: Label) -> tuple[int, int]:
         """Return the numbers of cases in a label's mean Dice and in its mean HD95.
 
-        The mean surface Dice has the same cases as the mean Dice.
+        The mean surface Dice has the same cases as the mean Dice, except those whose distances
+        were left out.
         """
         scores = [case.scores[label] for case in self.cases]
         num_dice = sum(score.dice is not None for score in scores)
@@ -110,7 +114,7 @@ class Evaluation:
 
     def name_of(self, label: Label) -> str:
         """Return the name of a label, or else its value."""
-        return self.scored.names.get(label, _key(label))
+        return self.scored.name_of(label)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain lists and numbers, for JSON.
@@ -121,7 +125,7 @@ class Evaluation:
         for label in self.labels:
             num_dice, num_hd95 = self.num_cases(label)
             counts = {"num_cases_dice": num_dice, "num_cases_hd95": num_hd95}
-            means[_key(label)] = self._named(label, self.mean(label)) | counts
+            means[key_of(label)] = self._named(label, self.mean(label)) | counts
         return {
             "cases": [
                 {
@@ -129,7 +133,7 @@ class Evaluation:
                     "prediction": str(case.prediction),
                     "label": str(case.label),
                     "labels": {
-                        _key(label): self._named(label, score)
+                        key_of(label): self._named(label, score)
                         for label, score in case.scores.items()
                     },
                 }
@@ -222,64 +226,32 @@ def scored_labels(
     return replace(scored, ignore=ignore)
 
 
-def read_pair(
-    prediction_path: Path,
-    label_path: Path,
-    reading: Reading = AS_STATED,
-    of_prediction: Reading = AS_STATED,
-) -> tuple[LabelMap, LabelMap]:
-    """Read a segmentation and its label map, both with the axes of the label map."""
-    prediction = read_label(prediction_path, of_prediction)
-    label = read_label(label_path, reading.near(prediction.geometry.spacing_mm))
-    disagreement = same_grid(prediction.geometry, label.geometry)
-    if disagreement is not None:
-        raise VolumeError(
-            f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
-            "compare a segmentation with the label map of its own scan"
-        )
-    grid = with_spacing_of(label.geometry, prediction.geometry)
-    return on_grid_of(grid, prediction), replace(label, geometry=grid)
-
-
 def _compare(
-    prediction_path: Path,
-    label_path: Path,
+    prediction: Path,
+    label: Path,
     scored: ScoredLabels,
     tolerance_mm: float,
     reading: Reading,
 ) -> CaseScores:
-    prediction, label = read_pair(prediction_path, label_path, reading, reading)
-    predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
-    _refuse_image(prediction_path, predicted_values, label_path, label_values)
-    _refuse_image(label_path, label_values, prediction_path, predicted_values)
+    pair = open_pair(prediction, label, reading, reading)
+    overlaps = overlaps_in(pair, scored)
+    _refuse_image(prediction, overlaps.values[PREDICTION], label, overlaps.values[LABEL])
+    _refuse_image(label, overlaps.values[LABEL], prediction, overlaps.values[PREDICTION])
     return CaseScores(
-        name=volume_stem(label_path),
-        prediction=prediction_path,
-        label=label_path,
-        scores=score_maps(
-            prediction.array, label.array, label.geometry.affine, scored, tolerance_mm
-        ),
+        name=volume_stem(label),
+        prediction=prediction,
+        label=label,
+        scores=score_labels(pair, overlaps, scored, tolerance_mm),
     )
 
 
-def _refuse_image(
-    path: Path, values: npt.NDArray[Any], partner: Path, partner_values: npt.NDArray[Any]
-) -> None:
-    if len(values) > MAX_VALUES:
-        raise VolumeError(
-            f"{path} holds {len(values)} different values, more than {MAX_VALUES}; name a label "
-            "map of classes, not of instances"
-        )
-    num_unknown = len(np.setdiff1d(values, partner_values))
+def _refuse_image(path: Path, values: set[int], partner: Path, partner_values: set[int]) -> None:
+    num_unknown = len(values - partner_values)
     if num_unknown > MAX_VALUES_OF_ONE_SIDE:
         raise VolumeError(
             f"{path} is an image, not a label map: it holds {len(values)} different values, and "
             f"{partner} lacks {num_unknown} of them; name label maps"
         )
-
-
-def _key(label: Label) -> str:
-    return ",".join(map(str, values_of(label)))
 
 
 def _mean(numbers: Sequence[float | None]) -> float | None:

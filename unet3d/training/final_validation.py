@@ -30,8 +30,14 @@ from unet3d.images.image import open_image, open_source
 from unet3d.images.labels import on_grid_of, read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.units import Units, default_tolerance_mm
-from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
-from unet3d.inference.label_scores import LabelScore, score_maps
+from unet3d.inference.evaluation import CaseScores, Evaluation
+from unet3d.inference.label_scores import (
+    LabelScore,
+    open_pair,
+    overlaps_in,
+    read_pair,
+    score_labels,
+)
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork, wanted_precision
 from unet3d.inference.postprocessing import Rule, keep_largest, rules_in_words
@@ -197,9 +203,8 @@ class FinalValidation:
 
         def score(case: Case, _: WindowsDone) -> list[Any]:
             with explaining_memory(f"cannot score {case.name}"):
-                prediction, label = read_pair(folder / _file_of(case), case.label, case.reading)
-                affine = label.geometry.affine
-                scores = score_maps(prediction.array, label.array, affine, scored, tolerance_mm)
+                pair = open_pair(folder / _file_of(case), case.label, case.reading)
+                scores = score_labels(pair, overlaps_in(pair, scored), scored, tolerance_mm)
             return [[list(values_of(one)), asdict(found)] for one, found in scores.items()]
 
         found = self._over_cases(score, watcher, "the scores of the validation")
