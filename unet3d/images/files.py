@@ -83,6 +83,11 @@ def url_of(path: Path) -> str | None:
     return f"{found[1]}://{found[2]}" if found and not os.path.lexists(path) else None
 
 
+def place_of(path: Path) -> str:
+    """Return a path or a URL as users write it."""
+    return url_of(path) or str(path)
+
+
 def file_and_dataset(path: Path) -> tuple[Path, str]:
     """Return the file of a volume, and the name of a dataset in it, which is usually empty."""
     match = DATASET.fullmatch(str(path))

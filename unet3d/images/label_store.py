@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 from zarr.codecs import ZstdCodec
-from zarr.storage import LocalStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore
 
 from unet3d.atomic import flush
-from unet3d.images.files import is_store, url_of
+from unet3d.errors import ConfigError
+from unet3d.images.files import is_store, place_of, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
 from unet3d.images.label_names import HUES
 from unet3d.images.microscopy import NAMES, is_turned, rounded, states_spacing
+from unet3d.images.objects import UNCACHED, WORK, Objects, naming_place
 from unet3d.images.ome_zarr import COMPLETE
 from unet3d.images.scratch import parts
 from unet3d.images.units import Units, unit_mm
@@ -63,14 +65,17 @@ def write_labels(
 
 
 class LabelStore:
-    """A store of labels that exists, opened for writing its blocks."""
+    """A store of labels that exists, in a folder or at a URL, opened for writing its blocks."""
 
     def __init__(self, path: Path) -> None:
         """Read the metadata."""
-        self._group = zarr.open_group(LocalStore(path), mode="r+")
-        listed: Any = self._group.attrs["ome"]
-        levels = listed["multiscales"][0]["datasets"]
-        opened: list[Any] = [self._group[level["path"]] for level in levels]
+        url = url_of(path)
+        with naming_place(path):
+            store = FsspecStore.from_url(url, UNCACHED) if url else LocalStore(path)
+            self._group = zarr.open_group(store, mode="r+", zarr_format=3)
+            listed: Any = self._group.attrs["ome"]
+            levels = listed["multiscales"][0]["datasets"]
+            opened: list[Any] = [self._group[level["path"]] for level in levels]
         # All chunks are written, so that a missing file of a complete store is an error.
         self._arrays = [array.with_config({"write_empty_chunks": True}) for array in opened]
         self._path = path
@@ -85,13 +90,16 @@ class LabelStore:
         block: int = BLOCK,
         job: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make a store of background in an empty folder, on the grid of a scan.
+        """Make a store of background in an empty folder or at a URL, on the grid of a scan.
 
-        ``job`` describes the computation, for processes that want to take part in it.
+        ``job`` describes the computation, for processes that want to take part in it. Raises
+        FileExistsError if there is a store at the URL, if need be one of another process.
         """
         ome, shapes = _described(path, geometry, names)
         ours = {COMPLETE: False, "job": dict(job or {})}
-        group = zarr.create_group(LocalStore(path), attributes={"ome": ome, "unet3d": ours})
+        files: dict[str, Any] = {}
+        store = MemoryStore(files) if url_of(path) else LocalStore(path)
+        group = zarr.create_group(store, attributes={"ome": ome, "unet3d": ours})
         for level, shape in enumerate(shapes):
             chunks = [min(CHUNK, size) for size in shape]
             group.create_array(
@@ -106,6 +114,7 @@ class LabelStore:
                 compressors=ZstdCodec(checksum=True),
                 dimension_names=("z", "y", "x"),
             )
+        _upload(path, {name: file.to_bytes() for name, file in files.items()})
 
     @property
     def job(self) -> dict[str, Any]:
@@ -142,13 +151,13 @@ class LabelStore:
         of a file are background, and compressing all would take a hundred times as long.
         """
         array, place = self._arrays[level], box[::-1]
-        try:
+        with naming_place(self._path):
             if labels is None or not labels.any():
                 array[tuple(part.start for part in place)] = 0
             else:
                 array[place] = labels.T
-        except OSError as error:  # zarr's error does not always name a file
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if url_of(self._path):
+            return
         number = tuple(part.start // step for part, step in zip(place, array.shards, strict=True))
         file = self._path / array.path / array.metadata.encode_chunk_key(number)
         flush(file)
@@ -161,17 +170,42 @@ class LabelStore:
         for part, size, half in zip(box[::-1], finer.shape, coarser.shape, strict=True):
             step = 1 if size == half else 2
             place.append(slice(part.start * step, part.stop * step, step))
-        return np.asarray(finer[tuple(place)]).T
+        with naming_place(self._path):
+            return np.asarray(finer[tuple(place)]).T
 
     def complete(self) -> None:
         """Note that all blocks are written, and delete what killed processes have left."""
-        for array in self._arrays:
+        for array in self._arrays:  # at a URL, there are no such files
             for unfinished in (self._path / array.path).rglob("*.partial"):
                 unfinished.unlink(missing_ok=True)
-        self._group.update_attributes({"unet3d": {**self._ours, COMPLETE: True}})
+        with naming_place(self._path):
+            self._group.update_attributes({"unet3d": {**self._ours, COMPLETE: True}})
         # Only now, because another process may just write the same note.
         for unfinished in self._path.glob("*.partial"):
             unfinished.unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """Delete a store at a URL, such that what is left of it can be deleted again."""
+        # First what says that blocks are done, last what says that it is a store.
+        for folder in (WORK, *(array.path for array in self._arrays)):
+            Objects(self._path).clear(folder)
+        Objects(self._path).delete("zarr.json")
+
+
+def _upload(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write the metadata of a store to a URL, the group last, which makes it a store."""
+    for name in sorted(files):
+        objects = Objects(path)  # fsspec keeps the connection
+        try:
+            objects.create(name, files[name])
+        except FileExistsError:
+            # Equal metadata are of a process that makes the same store, or was killed.
+            if name == "zarr.json":
+                raise
+            if objects.read(name) != files[name]:
+                raise ConfigError(
+                    f"{place_of(path)} holds {name} of another store; choose another --output"
+                ) from None
 
 
 def _described(
@@ -207,9 +241,9 @@ def _described(
         ],
         "properties": [{"label-value": value, "name": name} for value, name in names.items()],
     }
-    if is_store(geometry.path):
-        source = url_of(geometry.path) or os.path.relpath(geometry.path, path)
-        described["source"] = {"image": source}
+    source = url_of(geometry.path)
+    if is_store(geometry.path) and (source or not url_of(path)):
+        described["source"] = {"image": source or os.path.relpath(geometry.path, path)}
     multiscale = {
         "name": "labels",
         "axes": [{"name": name, **axis} for name in "zyx"],

@@ -55,7 +55,8 @@ class StoreFiles(WrapperStore[Any]):
         self._files: Any = LocalFileSystem()
         place = os.path.abspath(file)
         if url:
-            self._files, place = _Remote.of(url)
+            files, place = file_system(url)
+            self._files = _Remote(files)
         if file.name.lower().endswith(ZIP_SUFFIXES) and (url or os.path.isfile(file)):
             try:
                 self._files = _Zip(self._files.open(place))
@@ -162,26 +163,26 @@ class _Zip(ZipFileSystem):
             return bytes(self.zip.fp.read(last - first))
 
 
+def file_system(url: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of fsspec at a URL, and the name of the file in it."""
+    try:
+        files, name = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise VolumeError(
+            f"reading {url} needs a package: {error}; for https and s3, pip install "
+            "'unet3d-parallel[remote]'"
+        ) from error
+    except ValueError as error:
+        raise VolumeError(f"cannot read {url}: {error}; name a file, or a URL") from error
+    return files, name.rstrip("/")
+
+
 class _Remote:
     """A file system of fsspec whose server must answer in time and, once it has, may fail twice."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
         self._timeout_s: float | None = TIMEOUT_S
-
-    @classmethod
-    def of(cls, url: str) -> "tuple[_Remote, str]":
-        """Return the file system at a URL, and the name of the file in it."""
-        try:
-            files, name = fsspec.core.url_to_fs(url)
-        except ImportError as error:
-            raise VolumeError(
-                f"reading {url} needs a package: {error}; for https and s3, pip install "
-                "'unet3d-parallel[remote]'"
-            ) from error
-        except ValueError as error:
-            raise VolumeError(f"cannot read {url}: {error}; name a file, or a URL") from error
-        return cls(files), name.rstrip("/")
 
     def cat_file(self, name: str, start: int, end: int | None, attempts: int = 3) -> bytes:
         if not self._files.async_impl:

@@ -1,7 +1,7 @@
 """Large images, segmented block by block by any number of processes that write to one store.
 
-A block is a file of the store, so no two processes write to one file. Its labels do not depend on
-who computes it, or on the other blocks. A folder in the store holds the claims of processes
+A block is a file or object of the store, so no two processes write to one. Its labels do not depend
+on who computes it, or on the other blocks. A folder in the store holds the claims of processes
 (:mod:`unet3d.inference.tasks`), and is deleted when the store is complete. It is in the store so
 that it cannot survive it: what is done is said of the files around it. The store is valid from the
 beginning; voxels that nobody has segmented yet are background.
@@ -25,10 +25,11 @@ import numpy.typing as npt
 from unet3d import __version__
 from unet3d.atomic import new_folder
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError, counted
-from unet3d.images.files import is_store, url_of
+from unet3d.images.files import place_of, url_of
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box, Image
 from unet3d.images.label_store import BLOCK, LabelStore
+from unet3d.images.objects import WORK, Objects, store_exists
 from unet3d.images.ome_zarr import is_unfinished
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.region import Region
@@ -38,9 +39,6 @@ from unet3d.inference.tasks import Claim, Tasks
 from unet3d.inputs.ahead import ahead
 
 logger = logging.getLogger(__name__)
-
-WORK = ".claims"
-"""Name of the folder of claims in the store; readers of zarr ignore it."""
 
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.05, 2.0
 """How soon and, after twice that time and so on, how often to look whether other processes have
@@ -99,13 +97,20 @@ def segment_in_blocks(
     job = json.loads(json.dumps(job))
     dtype = np.min_scalar_type(max(predictor.preprocessing.label_values))
     block, written = request.block or BLOCK, image.cut(region.box).geometry
+    described = (written, dtype, predictor.label_names, block, job)
+    if url_of(output) and request.part is None:
+        Objects(output).refuse_without_claims()
     while not _takes_part(output, job, request.overwrite):
-        with suppress(FileExistsError), new_folder(output, replace=request.overwrite) as unfinished:
-            LabelStore.create(
-                unfinished, written, dtype, predictor.label_names, block=block, job=job
-            )
-            if _takes_part(output, job, request.overwrite):  # another process was faster
-                raise FileExistsError(output)
+        with suppress(FileExistsError):  # another process was faster
+            if url_of(output):
+                if store_exists(output):
+                    _opened(output).delete()
+                LabelStore.create(output, *described)
+                continue
+            with new_folder(output, replace=request.overwrite) as unfinished:
+                LabelStore.create(unfinished, *described)
+                if _takes_part(output, job, request.overwrite):
+                    raise FileExistsError(output)
 
     def begin(box: Box, soon: Callable[[], object]) -> LabelsOf:
         return region.begin(box, partial(begin_part, soon))
@@ -133,7 +138,7 @@ def _described(geometry: Geometry) -> list[Any]:
 
 def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
     """Return whether a store exists that the same computation fills, or has just completed."""
-    if not is_store(output):
+    if not store_exists(output):
         return False
     if is_unfinished(output):
         found = LabelStore(output).job
@@ -142,8 +147,9 @@ def _takes_part(output: Path, job: dict[str, Any], overwrite: bool) -> bool:
             return True
         if not overwrite:
             raise ConfigError(
-                f"{output} was begun with another {' and '.join(other).replace('_', ' ')}; go on "
-                "with the same, choose another --output, or add --overwrite to begin anew"
+                f"{place_of(output)} was begun with another "
+                f"{' and '.join(other).replace('_', ' ')}; go on with the same, choose another "
+                "--output, or add --overwrite to begin anew"
             )
     elif not overwrite:
         if LabelStore(output).job == job:  # others have just completed it
@@ -166,20 +172,17 @@ class Status(NamedTuple):
 
 def status(output: Path) -> Status:
     """Return how far a store is; ConfigError if it is not written in blocks."""
+    store = _opened(output)
+    num_blocks = len(store.blocks(0))
+    if store.is_complete:
+        return Status(is_complete=True, num_blocks=num_blocks, done=num_blocks)
     try:
-        if not is_store(output):  # zarr would make the folder
-            raise FileNotFoundError(output)
-        store = LabelStore(output)
-        is_complete, num_blocks = store.is_complete, len(store.blocks(0))
-    except (KeyError, FileNotFoundError, ValueError) as error:  # of another program, or missing
-        raise ConfigError(f"{output} is not a store that is written in blocks") from error
-    folder = work_folder(output)
-    if is_complete or not folder.exists():
-        return Status(is_complete, num_blocks, num_blocks if is_complete else 0)
-    tasks = Tasks(folder)
-    done = {name for name in tasks.done() if name.startswith("0-")}
-    works = [alive for name, alive in tasks.at_work().items() if name not in done]
-    seconds = tasks.seconds_per_task(done)
+        tasks = Tasks(work_folder(output), begins=False)
+        done = {name for name in tasks.done() if name.startswith("0-")}
+        works = [alive for name, alive in tasks.at_work().items() if name not in done]
+        seconds = tasks.seconds_per_task(done)
+    except FileNotFoundError:  # no process has begun
+        return Status(is_complete=False, num_blocks=num_blocks)
     return Status(
         is_complete=False,
         num_blocks=num_blocks,
@@ -190,8 +193,20 @@ def status(output: Path) -> Status:
     )
 
 
+def _opened(output: Path) -> LabelStore:
+    """Return a store that is written in blocks; ConfigError for any other, or none."""
+    try:
+        if not store_exists(output):  # zarr would make the folder
+            raise FileNotFoundError(output)
+        store = LabelStore(output)
+        store.job  # noqa: B018
+    except (KeyError, FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"{place_of(output)} is not a store that is written in blocks") from error
+    return store
+
+
 def work_folder(store: Path) -> Path:
-    """Return the folder of the claims of a store."""
+    """Return the folder or URL of the claims of a store."""
     return store / WORK
 
 
@@ -226,7 +241,10 @@ def fill(
     except FileNotFoundError:  # another process has finished, and deleted what it does not need
         if not LabelStore(path).is_complete:
             raise
-    shutil.rmtree(work_folder(path), ignore_errors=True)
+    if url_of(path):
+        Objects(path).clear(WORK)
+    else:
+        shutil.rmtree(work_folder(path), ignore_errors=True)
     return True
 
 
@@ -262,6 +280,7 @@ class _Level:
         finally:
             if self._begun is not None:  # an error, or an interruption
                 self._begun[0].give_back()
+            self._finish()  # nothing is noted after all notes are deleted
         if self._failures:
             name, error = next(iter(self._failures.items()))
             raise VolumeError(
@@ -285,7 +304,7 @@ class _Level:
                 self._finish()
             elif self._left():
                 time.sleep(pause)  # other processes work on these
-                pause = min(2 * pause, POLL_SECONDS)
+                pause = min(2 * pause, POLL_SECONDS * self._tasks.patience)
             else:
                 break
 
@@ -298,7 +317,7 @@ class _Level:
         if self._begun is None:
             claim = next(self._claims, None)
             if claim is None:  # perhaps blocks that were given back are left
-                self._claims = filter(None, map(self._tasks.claim, self._left()))
+                self._claims = self._tasks.claims(self._left())
                 claim = next(self._claims, None)
             if claim is not None:
                 with ExitStack() as stack:

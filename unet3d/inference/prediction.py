@@ -32,6 +32,7 @@ from unet3d.errors import (
     reason_of,
     some,
 )
+from unet3d.images.files import place_of
 from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import LARGE_BYTES, Scratch
@@ -227,7 +228,7 @@ class _Job:
             else:
                 if self._together.is_first:
                     seconds = time.monotonic() - began
-                    self._progress.said(f"{scan.name} -> {scan.output} ({seconds:.1f} s)")
+                    self._progress.said(f"{scan.name} -> {place_of(scan.output)} ({seconds:.1f} s)")
         self._together.from_first(lambda: None)  # wait while the first rank writes the last scan
 
     def end(self) -> Unet3dError | OSError | None:
@@ -261,7 +262,9 @@ class _Job:
         self._failures.append(scan.name)
 
     def _keep(self, scan: Scan) -> None:
-        self._progress.said(f"{scan.name} -> {scan.output} (kept; --overwrite replaces it)")
+        self._progress.said(
+            f"{scan.name} -> {place_of(scan.output)} (kept; --overwrite replaces it)"
+        )
 
     def _segment(self, number: int, predictor: Predictor, checkpoints: Sequence[str]) -> None:
         """Write all results of a scan, or none."""
@@ -330,7 +333,7 @@ class _Job:
             lambda done, total: self._progress.done(done, total, "block"),
         )
         if not is_complete:
-            self._progress.said(f"{scan.output}: this part is done, but others are not")
+            self._progress.said(f"{place_of(scan.output)}: this part is done, but others are not")
 
 
 def _start_ranks(

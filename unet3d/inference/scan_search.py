@@ -26,6 +26,7 @@ from unet3d.images.files import (
     is_volume_folder,
     members,
     module_of,
+    place_of,
     stands_for_volume,
     store_around,
     url_of,
@@ -167,10 +168,11 @@ def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     With ``--continue``, raise nothing unless all results exist and are complete.
     """
     results = scan.results(request)
-    existing = [path for path in results if os.path.lexists(path) and not _may_be_filled(path)]
+    existing = [path for path in results if _exists(path) and not _may_be_filled(path)]
     if existing == results and not (request.goes_on and not all(map(is_whole, results))):
         raise ResultExistsError(
-            f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
+            f"{place_of(scan.output)} exists; add --overwrite to replace it, or --continue to keep "
+            "it"
         )
     if existing and not request.goes_on:
         missing = " and ".join(path.name for path in results if path not in existing)
@@ -186,8 +188,11 @@ def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> Non
     by_output: dict[str, Scan] = {}
     for scan in scans:
         url = url_of(scan.output)
-        if url:
-            raise ConfigError(f"{url} is not on this machine; name a file or a folder with -o")
+        if url and not (url.startswith("s3://") and volume_suffix(scan.output) in ZARR.suffixes):
+            raise ConfigError(
+                f"{url} is not on this machine; name a file or a folder with -o, or an OME-Zarr in "
+                "an object store, such as s3://bucket/result.ome.zarr"
+            )
         if not can_be_written(scan.output):
             raise ConfigError(
                 f"{scan.output}: a segmentation ends in {' or '.join(WRITTEN_SUFFIXES)}; name "
@@ -199,7 +204,7 @@ def _refuse_collisions(scans: Sequence[Scan], request: PredictionRequest) -> Non
         if any(source.startswith(f"{place}{os.sep}") for source in sources):
             raise ConfigError(f"{scan.output} holds an input; choose another --output")
         store = store_around(Path(os.path.realpath(scan.output.parent), scan.output.name))
-        if store is not None:
+        if store is not None and not url:
             raise ConfigError(
                 f"{scan.output} would be in the store {store}, which stays as it is; name a place "
                 "outside of it with -o"
@@ -229,8 +234,8 @@ def _refuse_irregular(path: Path) -> None:
 def _is_in_blocks(image: Path, output: Path, request: PredictionRequest, reading: Reading) -> bool:
     """Return whether a scan is segmented in blocks: on request, or if its labels are large."""
     is_asked = _asks_for_blocks(output, request)
-    is_large = False
-    if volume_suffix(output) in ZARR.suffixes and not is_asked:
+    is_large = bool(url_of(output))
+    if volume_suffix(output) in ZARR.suffixes and not is_asked and not is_large:
         with suppress(VolumeError):  # raised again when the scan is read
             shape = open_source(image, reading).geometry.shape
             is_large = math.prod(shape) > MOST_VOXELS
@@ -238,7 +243,9 @@ def _is_in_blocks(image: Path, output: Path, request: PredictionRequest, reading
         return False
     beside = [f"--{name}" for name in ENDINGS if getattr(request, name)]
     if beside:
-        raise ConfigError(f"{output} is written in blocks; leave out {' and '.join(beside)}")
+        raise ConfigError(
+            f"{place_of(output)} is written in blocks; leave out {' and '.join(beside)}"
+        )
     return True
 
 
@@ -251,6 +258,14 @@ def _asks_for_blocks(output: Path, request: PredictionRequest) -> bool:
             "a store, such as -o result.ome.zarr"
         )
     return bool(given)
+
+
+def _exists(path: Path) -> bool:
+    if not url_of(path):
+        return os.path.lexists(path)
+    from unet3d.images.objects import store_exists  # most results are files
+
+    return store_exists(path)
 
 
 def _may_be_filled(path: Path) -> bool:
@@ -266,8 +281,9 @@ def _is_empty(path: Path) -> bool:
 
 def _refuse_unwritable(path: Path) -> None:
     """Before anything is computed, refuse a folder or a format that cannot be written."""
+    is_url = bool(url_of(path))
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+    if not is_url and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(
             f"cannot write {path}: {folder} is not a writable folder; choose another --output"
         )

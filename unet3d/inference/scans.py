@@ -18,7 +18,7 @@ from unet3d.atomic import make_folder, replacing
 from unet3d.config import Reading
 from unet3d.datasets.labels import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
-from unet3d.images.files import url_of, volume_stem
+from unet3d.images.files import place_of, url_of, volume_stem
 from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
@@ -65,7 +65,7 @@ class Scan(BaseModel):
     @property
     def name(self) -> str:
         """The path or URL of the first image, for messages."""
-        return url_of(self.images[0]) or str(self.images[0])
+        return place_of(self.images[0])
 
     def beside(self, option: str) -> Path:
         """Return the file that an option of :class:`PredictionRequest` asks for."""
@@ -212,6 +212,8 @@ def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
 
 def make_folder_of(path: Path) -> None:
     """Make the folder of a result."""
+    if url_of(path):
+        return
     try:
         make_folder(path.parent)
     except OSError as error:
