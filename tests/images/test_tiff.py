@@ -518,8 +518,11 @@ def test_a_file_that_is_cut_off_is_refused_at_any_length(tmp_path, options):
             assert "damaged or incomplete" in refusal(path, open_image) or size < 4
 
 
-def test_a_chain_of_pages_with_a_loop_is_refused(tmp_path):
-    path = written(tmp_path / "scan.tif", metadata=None, compression="zlib")
+@pytest.mark.parametrize("num_pages", [7, 150])  # tifffile notices loops of up to 100 pages
+def test_a_chain_of_pages_with_a_loop_is_refused(tmp_path, num_pages):
+    path = tmp_path / "scan.tif"
+    pages = np.zeros((num_pages, 16, 15), np.uint8)
+    tifffile.imwrite(path, pages, metadata=None, compression="zlib")
     with tifffile.TiffFile(path) as tiff:
         first, end = tiff.pages[0].offset, tiff.pages.next_page_offset
     content = bytearray(path.read_bytes())

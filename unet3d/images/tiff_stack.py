@@ -7,8 +7,9 @@ stack whose chain of pages is broken; so both are checked here.
 import logging
 import math
 import os
+import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,22 @@ class Stack:
         return found[(..., *(colours or (0,)))]
 
 
+def _refuse_broken_chain(file: Path, tiff: Any) -> None:
+    """Follow the chain of pages: tifffile shortens a broken one, and never ends with some loops."""
+    first = next(iter(tiff.pages), None)
+    place, known = first.offset if first else 0, set[int]()
+    size_of, opened = tiff.tiff, tiff.filehandle
+    with suppress(struct.error):  # beyond the end of the file
+        while place and place not in known:
+            known.add(place)
+            opened.seek(place)
+            (entries,) = struct.unpack(size_of.tagnoformat, opened.read(size_of.tagnosize))
+            opened.seek(entries * size_of.tagsize, os.SEEK_CUR)
+            (place,) = struct.unpack(size_of.offsetformat, opened.read(size_of.offsetsize))
+    if place or not 0 < len(known) == len(tiff.pages):
+        raise VolumeError(f"{file} has {'a broken chain of' if known else 'no'} pages; {DAMAGED}")
+
+
 @contextmanager
 def opened_tiff(file: Path) -> Iterator[Any]:
     """Open a file with tifffile; whatever it raises becomes a VolumeError."""
@@ -188,12 +205,7 @@ def opened_tiff(file: Path) -> Iterator[Any]:
             open(file, "rb", BUFFER_BYTES) as opened,
             tifffile.TiffFile(opened, name=str(file), **ONE_FILE) as tiff,
         ):
-            if not len(tiff.pages):
-                raise VolumeError(f"{file} has no pages; {DAMAGED}")
-            # Here tifffile has followed the chain of pages as far as it could.
-            tiff.filehandle.seek(tiff.pages.next_page_offset)
-            if tiff.filehandle.read(tiff.tiff.offsetsize) != bytes(tiff.tiff.offsetsize):
-                raise VolumeError(f"{file} has a broken chain of pages; {DAMAGED}")
+            _refuse_broken_chain(file, tiff)
             yield tiff
     except (VolumeError, MemoryError):
         raise
