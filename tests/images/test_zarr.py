@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -469,14 +470,14 @@ def test_stores_that_may_not_be_read_are_refused(tmp_path, monkeypatch, name, me
     path = store(tmp_path / "scan.zarr")
     hidden = path / name
 
-    read = zarr_store.LocalFileSystem.cat_file
+    open_regular = zarr_store.open_regular
 
-    def cat_file(self, file, *part):
-        if Path(file).is_relative_to(hidden):
+    def opened(file):
+        if file.is_relative_to(hidden):
             raise PermissionError(errno.EACCES, "Permission denied", file)
-        return read(self, file, *part)
+        return open_regular(file)
 
-    monkeypatch.setattr(zarr_store.LocalFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(zarr_store, "open_regular", opened)
     assert message in refusal(path, lambda one: open_image(one).read())
 
 
@@ -521,6 +522,31 @@ def test_zip_bombs_are_refused(tmp_path, bomb):
     path = zipped(folder, zipfile.ZIP_DEFLATED)
     message = refusal(path, lambda one: open_image(one).read())
     assert "bytes, but its content takes up to" in message
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "0/zarr.json", "0/c/0/0/0"])
+def test_a_fifo_in_a_store_is_refused(tmp_path, name):
+    path = store(tmp_path / "scan.zarr")
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert "it is not a regular file" in refusal(path, lambda one: open_image(one).read())
+
+
+@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+def test_chunks_that_state_too_large_a_size_are_refused(tmp_path, codec):
+    path = tmp_path / "scan.zarr"
+    for voxels in (np.zeros((1, 2048, 4096), np.uint8), VOXELS[:1]):
+        chunk = (path / "c/0/0/0").read_bytes() if path.exists() else b""
+        zarr.create_array(
+            path,
+            data=voxels,
+            chunks=voxels.shape,
+            compressors=[{"name": codec, "configuration": {}}],
+            config={"write_empty_chunks": True},
+            overwrite=True,
+        )
+    (path / "c/0/0/0").write_bytes(chunk)
+    assert "unpacks to more than" in refusal(path, lambda one: open_image(one).read())
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip file", b"PK\5\6" + b"\0" * 18])

@@ -18,13 +18,14 @@ from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.zip import ZipFileSystem
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
+from zarr.core.sync import loop as zarr_loop
 from zarr.core.sync import sync as zarr_sync
 from zarr.storage import MemoryStore, WrapperStore
 
 from unet3d.errors import VolumeError
 from unet3d.images.files import ZARR_METADATA, ZIP_SUFFIXES, file_and_dataset, url_of
 from unet3d.images.microscopy import warn_once
-from unet3d.inputs.reading import MAX_JSON_BYTES
+from unet3d.inputs.reading import MAX_JSON_BYTES, open_regular
 
 METADATA = (*ZARR_METADATA, ".zattrs", ".zmetadata")
 """Names of files that hold no voxels."""
@@ -52,7 +53,7 @@ class StoreFiles(WrapperStore[Any]):
         self.volume = url_of(path) or str(path)
         """What to call the volume in messages."""
         self._metadata: dict[str, bytes | None] = {}
-        self._files: Any = LocalFileSystem()
+        self._files: Any = _Folder()
         place = os.path.abspath(file)
         if url:
             files, place = file_system(url)
@@ -87,6 +88,9 @@ class StoreFiles(WrapperStore[Any]):
         """Return an array of this store, whose chunks are read from now on."""
         self._fill_value = array.fill_value
         self._chunk_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
+        self._is_sharded = bool(array.shards)
+        codecs = [type(one).__name__.lower() for one in array.compressors]
+        self._codec = next((one for one in reversed(codecs) if "crc32c" not in one), "")
         return array
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
@@ -101,9 +105,16 @@ class StoreFiles(WrapperStore[Any]):
 
     def _content(self, key: str, start: int, end: int | None) -> bytes | None:
         if key.rpartition("/")[2] not in METADATA:
-            found = self._part(key, start, end, 2 * self._chunk_bytes + SPARE_BYTES)
+            most = 2 * self._chunk_bytes + SPARE_BYTES
+            found = self._part(key, start, end, most)
             if found is None:
                 self._report_missing(key)
+            # Of a shard, the parts from 0 on and at its end may be no chunks.
+            elif (start > 0 or not self._is_sharded) and _stated_bytes(self._codec, found) > most:
+                raise VolumeError(
+                    f"{self.volume} has a chunk in {key} that unpacks to more than {most} bytes, "
+                    "twice its voxels; it is damaged: copy the volume again"
+                )
             return found
         if key not in self._metadata:
             try:
@@ -148,6 +159,27 @@ class StoreFiles(WrapperStore[Any]):
         )
 
 
+def _stated_bytes(codec: str, packed: bytes) -> int:
+    """Return the size to which a chunk says that it unpacks; 0 if it does not say so."""
+    begin, width = (4, 4) if "blosc" in codec else (0, 4 if "lz4" in codec else 0)
+    if "zstd" in codec:
+        flags = int.from_bytes(packed[4:5])
+        is_single = flags >> 5 & 1
+        begin = 6 - is_single + (0, 1, 2, 4)[flags & 3]
+        width = (is_single, 2, 4, 8)[flags >> 6]
+    return int.from_bytes(packed[begin : begin + width], "little")
+
+
+class _Folder(LocalFileSystem):
+    """A folder, of which only regular files are read: a FIFO could block forever."""
+
+    def cat_file(self, path: str, start: int, end: int | None) -> bytes:
+        with open_regular(Path(path)) as file:
+            first, last, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
+            file.seek(first)
+            return file.read(last - first)
+
+
 class _Zip(ZipFileSystem):
     """A zip file. Before Python 3.13, zipfile reads all that is before a part of a file."""
 
@@ -187,10 +219,12 @@ class _Remote:
     def cat_file(self, name: str, start: int, end: int | None, attempts: int = 3) -> bytes:
         if not self._files.async_impl:
             return bytes(self._files.cat_file(name, start=start, end=end))
-        timeout_s, self._timeout_s = self._timeout_s, None
+        timeout_s = self._timeout_s
         part = {"start": start, "end": end, "timeout": timeout_s}
         try:
-            return bytes(sync(self._files.loop, self._files._cat_file, name, **part))
+            found = bytes(sync(self._files.loop, self._files._cat_file, name, **part))
+            self._timeout_s = None  # several files are asked for before the first answer
+            return found
         except (FileNotFoundError, PermissionError, TimeoutError):
             raise
         except Exception as error:
@@ -212,4 +246,4 @@ async def _end_reads() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-atexit.register(lambda: zarr_sync(_end_reads()))
+atexit.register(lambda: zarr_loop[0] and zarr_sync(_end_reads()))
