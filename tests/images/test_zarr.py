@@ -10,7 +10,6 @@ import sys
 import zipfile
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -139,6 +138,8 @@ def test_levels_and_label_maps_in_a_store_are_named_by_their_paths(tmp_path):
     found = ome_zarr.files_of(path)
     assert found[0] == f"{path}/zarr.json" and len(found) == 1 + 1 + 8
     assert all(file.startswith(f"{path}/0/") for file in found[1:])
+    assert ome_zarr.files_of(path / "0" / "..")[1:] == found[1:]
+    assert f"{path}/1/zarr.json" in ome_zarr.files_of(path / "1")
 
 
 LEVELS = [(8e-6, 8e-6, 4e-5), (1.6e-5, 1.6e-5, 8e-5)]
@@ -297,6 +298,13 @@ def test_a_box_reads_only_its_chunks(tmp_path, monkeypatch):
     assert sum(size for _, size in read) < 3 * VOXELS.nbytes  # planes of one chunk read it once
 
 
+def test_missing_chunks_of_label_maps_are_not_said(tmp_path, caplog):
+    path = store(tmp_path / "cells.zarr")
+    changed(path, lambda content: content["attributes"]["ome"].update({"image-label": {}}))
+    (path / "0" / "c" / "1" / "1" / "1").unlink()
+    assert not open_image(path).whole()[0, 16:, 16:, 8:].any() and not caplog.records
+
+
 def test_missing_chunks_are_the_fill_value_and_said_once(tmp_path, caplog):
     path = store(tmp_path / "scan.zarr")
     (path / "0" / "c" / "1" / "1" / "1").unlink()
@@ -447,6 +455,11 @@ FAULTS = {
     "lacks zarr.json or .zgroup": lambda path: (path / "zarr.json").unlink(),
     "covers 400x144x176, but the finest 4e+31": with_array(shape=[10**30, 17, 21]),
     "complex": with_array(data_type="complex64", fill_value=[0, 0]),
+    "a scale is not a number": with_level(coordinateTransformations=scaled([math.inf, 1, 1])),
+    "a chunk has no voxels": with_array(
+        chunk_grid={"name": "regular", "configuration": {"chunk_shape": [0, 8, 8]}},
+        codecs=[{"name": "bytes"}],
+    ),
     "no-such-codec": with_array(codecs=[{"name": "no-such-codec"}]),
 }
 

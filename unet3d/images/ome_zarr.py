@@ -39,11 +39,11 @@ COMPLETE = "is_complete"
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the files of metadata in a folder, and all files of its finest level."""
+    """Return the files of metadata in a folder, and all files of its level, or of the finest."""
     inside = folder
     with suppress(Exception):  # whoever opens the store says what is wrong
-        finest = _pyramid_around(_files(folder))[1].arrays[0]
-        inside = folder.absolute().parent / finest.path
+        _, pyramid, named = _pyramid_around(_files(folder))
+        inside = Path(os.path.abspath(folder)).parent / pyramid.arrays[named or 0].path
     # Text, because the paths of 100,000 files would take seconds.
     metadata = [os.path.join(folder, name) for name in (*ZARR_METADATA, ".zattrs")]
     files = {os.path.join(above, name) for above, _, names in os.walk(inside) for name in names}
@@ -98,7 +98,7 @@ def _open(path: Path, files: Any, reading: Reading) -> Source:
             f"{files.volume} is incomplete; run the command that writes it to its end"
         )
     number = _chosen(files, spacings, [*arrays], reading, is_known) if named is None else named
-    files.is_whole = bool(is_complete)
+    files.is_whole, files.is_sparse = bool(is_complete), "image-label" in _ome(group)
     return source_of_array(
         path,
         files.opened(arrays[number]),
@@ -179,6 +179,7 @@ def _pyramid_around(files: Any) -> tuple[Any, _Pyramid, int | None]:
     return node, pyramid, 0
 
 
+@np.errstate(all="ignore")  # of infinite scales, which are refused
 def _pyramid(files: Any, group: Any) -> _Pyramid:
     described = _ome(group)["multiscales"][0]
     levels = described["datasets"]
@@ -198,7 +199,7 @@ def _pyramid(files: Any, group: Any) -> _Pyramid:
                 translation += one["translation"]
             elif one["type"] != "identity":
                 raise ValueError(f"a transformation is of the type {shown(one['type'])}")
-    if not (scales > 0).all():
+    if not ((scales > 0) & (scales < np.inf)).all():
         raise ValueError("a scale is not a number greater than 0")
     # Before version 0.4, axes are names without units; before 0.3, there are none.
     axes = [{"name": axis} if isinstance(axis, str) else axis for axis in described.get("axes", ())]

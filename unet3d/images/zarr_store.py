@@ -43,7 +43,9 @@ class StoreFiles(WrapperStore[Any]):
     is_forbidden = False
     """Whether metadata may not be read, or do not exist where nobody may list files."""
     is_whole = False
-    """Whether a missing chunk is an error; else it has the fill value, which is said."""
+    """Whether a missing chunk is an error; else it has the fill value."""
+    is_sparse = False
+    """Whether missing chunks are usual, as in label maps; else they are said."""
 
     def __init__(self, path: Path) -> None:
         """Take the path of a volume; nothing is read from a folder."""
@@ -86,6 +88,8 @@ class StoreFiles(WrapperStore[Any]):
 
     def opened(self, array: Any) -> Any:
         """Return an array of this store, whose chunks are read from now on."""
+        if min(array.chunks, default=1) < 1:
+            raise ValueError("a chunk has no voxels")
         self._fill_value = array.fill_value
         self._chunk_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
         self._is_sharded = bool(array.shards)
@@ -151,12 +155,13 @@ class StoreFiles(WrapperStore[Any]):
     def _report_missing(self, key: str) -> None:
         if self.is_whole:
             raise VolumeError(f"{self.volume} lacks its file {key}; write or copy it again")
-        warn_once(
-            self.volume,
-            "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: if "
-            "they should have others, copy the volume again",
-            *(key, self._fill_value),
-        )
+        if not self.is_sparse:
+            warn_once(
+                self.volume,
+                "%s has no file for some chunks, such as %s; their voxels are %s, as zarr defines: "
+                "if they should have others, copy the volume again",
+                *(key, self._fill_value),
+            )
 
 
 def _stated_bytes(codec: str, packed: bytes) -> int:
