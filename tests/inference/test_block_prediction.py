@@ -225,6 +225,8 @@ def test_a_store_that_was_begun_otherwise_is_refused(trained, tmp_path):
         ({"output": "x.nii.gz", "block": 128}, "cannot be written in blocks"),
         ({"output": "x.ome.zarr", "block": 100}, "multiple of 128"),
         ({"output": "x.ome.zarr", "part": (1, 2), "statistics": True}, "leave out --statistics"),
+        ({"output": "x.ome.zarr", "part": (0, 2)}, "part must be a number .*, but is 0/2"),
+        ({"output": "x.ome.zarr", "part": (3, 2)}, "part must be a number .*, but is 3/2"),
     ],
 )
 def test_what_blocks_cannot_do_is_refused(trained, tmp_path, options, message):

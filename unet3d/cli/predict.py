@@ -33,8 +33,8 @@ def _part(
     if value is None:
         return None
     number, _, total = value.partition("/")
-    if not (number.isdecimal() and total.isdecimal() and 1 <= int(number) <= int(total)):
-        raise click.BadParameter(f"{value!r} is no part such as 3/32, counted from 1.")
+    if not (number.isdecimal() and total.isdecimal()):
+        raise click.BadParameter(f"{value!r} is no part such as 3/32.")
     return int(number), int(total)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unet3d.config import Config, ParallelSettings, Reading, Spacing
 from unet3d.errors import ConfigError
@@ -13,6 +13,13 @@ from unet3d.inputs.plain_data import explained
 End = Annotated[int, Field(ge=0)] | None
 Crop = tuple[tuple[End, End], tuple[End, End], tuple[End, End]]
 """First voxel and end along X, Y, Z; None: those of the image."""
+
+
+def _counted_from_1(part: tuple[int, int]) -> tuple[int, int]:
+    number, total = part
+    if not 1 <= number <= total:
+        raise ValueError(f"must be a number from 1 to the total, but is {number}/{total}")
+    return part
 
 
 class PredictionRequest(BaseModel):
@@ -43,7 +50,7 @@ class PredictionRequest(BaseModel):
     """Folder for unpacked scans and labels during prediction; None: they are in memory."""
     block: Annotated[int, Field(ge=128, multiple_of=128)] | None = None
     """Voxels along each side of a block of a large image; None: 512."""
-    part: tuple[int, int] | None = None
+    part: Annotated[tuple[int, int], AfterValidator(_counted_from_1)] | None = None
     """A fixed share of the blocks, as number and total, counted from 1; None: any that are left."""
     crop: Crop | None = None
     """Part of a large image that is segmented, first voxel and end along X, Y, Z; None: all."""
