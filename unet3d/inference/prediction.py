@@ -29,6 +29,7 @@ from unet3d.errors import (
     RankError,
     ResultExistsError,
     Unet3dError,
+    counted,
     reason_of,
     some,
 )
@@ -135,7 +136,8 @@ def predict(
                 dims.num_replicas if in_blocks else num_left
             )
             if will_deal:
-                logger.info("distributing %d scans over %d devices", num_left, dims.num_replicas)
+                what = "blocks" if in_blocks else counted(num_left, "scan")
+                logger.info("distributing %s over %d devices", what, dims.num_replicas)
             if will_deal or (dims.num_shards > group.size and num_left):
                 _start_ranks(request, dims, say)
                 return results
@@ -226,7 +228,8 @@ class _Job:
                 if self._together.is_first:
                     self._skip(scan, error)
             else:
-                if self._together.is_first:
+                # If scans are distributed, each rank reports its own; all share blocks.
+                if self._together.is_first and (self._group.is_first or not scan.in_blocks):
                     seconds = time.monotonic() - began
                     self._progress.said(f"{scan.name} -> {place_of(scan.output)} ({seconds:.1f} s)")
         self._together.from_first(lambda: None)  # wait while the first rank writes the last scan
