@@ -101,6 +101,7 @@ def begin():
     return subprocess.Popen([sys.executable, "-c", WORKER, str(PATH)])
 
 
+@pytest.mark.nightly
 def test_a_frozen_process_harms_nothing(tmp_path, store, monkeypatch):
     new_store(tmp_path)
     frozen = begin()

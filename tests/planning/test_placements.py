@@ -79,8 +79,8 @@ def test_a_mode_that_does_not_suit_the_devices_is_refused():
         placed(config.parallel, "spatial", GPUS[:6], 4)
 
 
-def option(dims: ParallelDims, memory: dict[torch.device, int]) -> PlacementOption:
-    config, network = planned("training.batch_size=4")
+def option(dims: ParallelDims, memory: dict[torch.device, int], *changes: str) -> PlacementOption:
+    config, network = planned("training.batch_size=4", *changes)
     (found,) = timed_options(config, network, (dims,), memory)
     return found
 
@@ -97,13 +97,16 @@ def test_the_smallest_device_decides():
 
 def test_processes_on_a_cpu_share_its_memory():
     config, _ = planned()
-    memory = {CPU: 12 * MIB}
-    assert option(placed(config.parallel, "none", (CPU,)), memory).limits == {CPU: 12 * MIB}
+    memory, precision = {CPU: 12 * MIB}, "training.precision=float32"  # every CPU has it
+    alone = placed(config.parallel, "none", (CPU,))
+    assert option(alone, memory, precision).limits == {CPU: 12 * MIB}
     for mode, count in (("data", 1), ("spatial", 1), ("spatial", 2)):
         dims = placed(config.parallel, mode, (CPU,) * 4, count)
-        assert option(dims, memory).limits == {CPU: 3 * MIB}
+        assert option(dims, memory, precision).limits == {CPU: 3 * MIB}
     stages = placed(config.parallel, "model", (CPU,) * 4, 2)
-    assert option(stages, memory).limits == {CPU: 6 * MIB}  # one process has two of these devices
+    assert option(stages, memory, precision).limits == {
+        CPU: 6 * MIB
+    }  # one process has two of these devices
 
 
 def test_an_option_is_the_step_of_one_process():
