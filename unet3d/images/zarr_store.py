@@ -130,8 +130,11 @@ class StoreFiles(WrapperStore[Any]):
     def _part(self, key: str, start: int, end: int | None, most: int) -> bytes | None:
         """Return a file or a part of it, of at most ``most`` bytes; None if there is none."""
         is_whole = (start, end) == (0, None)
+        wanted = 0 if is_whole else -start if end is None else end - start
         try:
-            found = self._files.cat_file(self._root + key, start, most if is_whole else end)
+            found = b""
+            if wanted < most:  # a damaged index may claim any size
+                found = self._files.cat_file(self._root + key, start, most if is_whole else end)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except TimeoutError as error:
@@ -142,13 +145,12 @@ class StoreFiles(WrapperStore[Any]):
             if getattr(error, "status", None) in (401, 403):  # an error of aiohttp
                 raise PermissionError(str(error)) from error
             raise
-        wanted = -start if end is None else end - start
         if not is_whole and len(found) > wanted:  # a server that sends only whole files
             found = found[start:end]
         if not 0 < len(found) < most:
             raise VolumeError(
-                f"{self.volume} has a file {key} of {len(found)} bytes, but its content takes up "
-                f"to {most - 1}; it is damaged: copy the volume again"
+                f"{self.volume} has a file {key} of {len(found) or wanted} bytes, but its content "
+                f"takes up to {most - 1}; it is damaged: copy the volume again"
             )
         return bytes(found)
 

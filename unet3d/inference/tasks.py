@@ -11,7 +11,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -61,7 +61,7 @@ class Claim:
     def _touch(self, seconds: float) -> None:
         while not self._ended.wait(seconds):
             with suppress(OSError):
-                self._place.write(self._file)
+                self._place.touch(self._file)
 
 
 class Tasks:
@@ -88,9 +88,12 @@ class Tasks:
 
     def at_work(self) -> dict[str, bool]:
         """Return for each claimed task whether its process is alive, as far as is known."""
+        return self._alive(self._place.times(CLAIMS))
+
+    def _alive(self, claimed: Mapping[str, float]) -> dict[str, bool]:
         alive: dict[str, bool] = {}
         oldest = time.time() + self._place.ahead_s - self._lease_s
-        for file, touched in self._place.times(CLAIMS).items():
+        for file, touched in claimed.items():
             name = file.partition(".")[0]
             is_dead = touched < oldest or self._place.is_dead(f"{CLAIMS}/{file}")
             alive[name] = alive.get(name, False) or not is_dead
@@ -99,7 +102,7 @@ class Tasks:
     def claims(self, names: Iterable[str]) -> Iterator[Claim]:
         """Begin, one by one, those of some tasks at which no other process works."""
         claimed = self._place.times(CLAIMS)
-        alive = self.at_work()
+        alive = self._alive(claimed)
         for name in names:
             if alive.get(name):
                 continue
@@ -143,6 +146,9 @@ class _Folder:
     def write(self, name: str) -> None:
         (self._path / name).touch()
 
+    def touch(self, name: str) -> None:
+        os.utime(self._path / name)  # makes no file, if another process has deleted all
+
     def create(self, name: str) -> None:
         """Make and lock a file, or raise FileExistsError."""
         descriptor = os.open(self._path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -181,6 +187,9 @@ class _Prefix(Objects):
         if folder == DONE and BEGUN not in times:
             raise FileNotFoundError("all tasks are done, or none was begun")
         return times
+
+    def touch(self, name: str) -> None:
+        self.write(name)
 
     def is_dead(self, name: str) -> bool:
         return False
