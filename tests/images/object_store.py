@@ -12,25 +12,34 @@ from xml.sax.saxutils import escape
 BUCKET = "bucket"
 
 
-class ObjectStore(ThreadingHTTPServer):
-    """Objects in memory, by name; its behaviour is changed by tests."""
+class LocalServer(ThreadingHTTPServer):
+    """A server at a free port of this machine, which notes its requests."""
 
     daemon_threads = True
+
+    def __init__(self, handler):
+        super().__init__(("127.0.0.1", 0), handler)
+        self.requests = []
+
+    def handle_error(self, *_):
+        """Say nothing of clients that went away or were killed."""
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class ObjectStore(LocalServer):
+    """Objects in memory, by name; its behaviour is changed by tests."""
+
     forbidden = ()
     """Methods that are not allowed."""
     conditions = "known"
     """What it makes of ``If-None-Match``: known, ignored or refused."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.objects, self.lock, self.requests = {}, threading.Lock(), []
-
-    def handle_error(self, *_):
-        """Say nothing of clients that were killed."""
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
+        super().__init__(Handler)
+        self.objects, self.lock = {}, threading.Lock()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.images.object_store import LocalServer
 from tests.images.zarr_stores import VOXELS, store, zipped
 from unet3d.errors import VolumeError
 from unet3d.images.files import (
@@ -28,22 +29,14 @@ zarr_store = pytest.importorskip("unet3d.images.zarr_store")
 pytest.importorskip("aiohttp")
 
 
-class Server(ThreadingHTTPServer):
+class Server(LocalServer):
     """Serves the files of a folder; its behaviour is changed by tests."""
 
-    daemon_threads = True
     wait_s, forbidden, knows_ranges, num_failures = 0.0, (), True, 0
 
     def __init__(self, folder):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.folder, self.requests = folder, []
-
-    def handle_error(self, *_):
-        """Say nothing of clients that went away."""
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
+        super().__init__(Handler)
+        self.folder = folder
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,8 @@
 """Labels of a volume that tell every voxel from its neighbours, block by block."""
 
+import random
+import time
+
 import numpy as np
 
 SHAPE = (260, 130, 258)
@@ -22,3 +25,16 @@ def ahead(compute):
         return labels
 
     return begin
+
+
+def with_kills(begin, seed, most_seconds):
+    """Kill ten of four processes, each begun again, and return how all end."""
+    rng = random.Random(seed)
+    workers = [begin() for _ in range(4)]
+    for _ in range(10):
+        time.sleep(rng.uniform(0.1, most_seconds))
+        index = rng.randrange(len(workers))
+        workers[index].kill()
+        workers[index].wait()
+        workers[index] = begin()
+    return {worker.wait(300) for worker in workers}

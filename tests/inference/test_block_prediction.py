@@ -1,6 +1,5 @@
 """A store that several processes fill: every block right, whoever dies, and nothing else left."""
 
-import random
 import shutil
 import signal
 import subprocess
@@ -19,14 +18,15 @@ zarr = pytest.importorskip("zarr")
 
 from tests.images.orientations import turn_to  # noqa: E402
 from tests.images.samples import noise, write_volume  # noqa: E402
-from tests.inference.block_labels import SHAPE, ahead, labels_of  # noqa: E402
+from tests.inference.block_labels import SHAPE, ahead, labels_of, with_kills  # noqa: E402
 from tests.networks import write_checkpoint  # noqa: E402
 from unet3d.images.image import open_image  # noqa: E402
 from unet3d.images.label_names import read_label_names  # noqa: E402
 from unet3d.images.label_store import LabelStore  # noqa: E402
 from unet3d.images.labels import read_label  # noqa: E402
-from unet3d.inference import block_prediction  # noqa: E402
-from unet3d.inference.block_prediction import Part, Status, fill, status, work_folder  # noqa: E402
+from unet3d.inference import block_filling  # noqa: E402
+from unet3d.inference.block_filling import Part, fill, work_folder  # noqa: E402
+from unet3d.inference.block_prediction import Status, status  # noqa: E402
 
 
 def new_store(path):
@@ -241,12 +241,12 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from tests.inference.block_labels import ahead, labels_of
-from unet3d.inference import block_prediction
-block_prediction.POLL_SECONDS = 0.05
+from unet3d.inference import block_filling
+block_filling.POLL_SECONDS = 0.05
 def compute(box):
     time.sleep(float(sys.argv[2]))
     return labels_of(box)
-block_prediction.fill(Path(sys.argv[1]), ahead(compute))
+block_filling.fill(Path(sys.argv[1]), ahead(compute))
 """
 
 
@@ -262,9 +262,9 @@ def test_a_frozen_process_harms_nothing(tmp_path, monkeypatch):
     while not claims.exists() or not list(claims.iterdir()):
         time.sleep(0.05)
     frozen.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(block_prediction, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(block_filling, "POLL_SECONDS", 0.05)
     monkeypatch.setattr("unet3d.inference.tasks.LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(block_prediction.Tasks.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(block_filling.Tasks.__init__, "__defaults__", (0.5,))
     assert fill(path, ahead(labels_of))
     assert_complete(path)
     frozen.send_signal(signal.SIGCONT)
@@ -277,15 +277,7 @@ def test_a_frozen_process_harms_nothing(tmp_path, monkeypatch):
 def test_ten_kills_lose_nothing(tmp_path, seed):
     path = tmp_path / "labels.ome.zarr"
     new_store(path)
-    rng = random.Random(seed)
-    workers = [begin(path) for _ in range(4)]
-    for _ in range(10):
-        time.sleep(rng.uniform(0.1, 1.0))
-        index = rng.randrange(len(workers))
-        workers[index].kill()
-        workers[index].wait()
-        workers[index] = begin(path)
-    assert [worker.wait(300) for worker in workers] == [0] * len(workers)
+    assert with_kills(lambda: begin(path), seed, 1) == {0}
     assert_complete(path)
 
 

@@ -1,6 +1,5 @@
 """Blocks in an object store: every block right, whoever dies, and nothing else left."""
 
-import random
 import signal
 import subprocess
 import sys
@@ -21,13 +20,14 @@ from fsspec.asyn import sync  # noqa: E402
 
 from tests.images.object_store import ObjectStore  # noqa: E402
 from tests.images.samples import noise, write_volume  # noqa: E402
-from tests.inference.block_labels import ahead, labels_of  # noqa: E402
+from tests.inference.block_labels import ahead, labels_of, with_kills  # noqa: E402
 from tests.networks import write_checkpoint  # noqa: E402
 from unet3d.images.image import open_image  # noqa: E402
 from unet3d.images.label_store import LabelStore  # noqa: E402
 from unet3d.images.labels import read_label  # noqa: E402
-from unet3d.inference import block_prediction  # noqa: E402
-from unet3d.inference.block_prediction import Part, Status, fill, status  # noqa: E402
+from unet3d.inference import block_filling  # noqa: E402
+from unet3d.inference.block_filling import Part, fill  # noqa: E402
+from unet3d.inference.block_prediction import Status, status  # noqa: E402
 
 URL = "s3://bucket/run/labels.ome.zarr"
 PATH = Path(URL)
@@ -49,7 +49,7 @@ def store(monkeypatch, tmp_path):
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(block_prediction, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(block_filling, "POLL_SECONDS", 0.02)
     caches = []
 
     def connect_anew():
@@ -87,13 +87,13 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from tests.inference.block_labels import ahead, labels_of
-from unet3d.inference import block_prediction
-block_prediction.POLL_SECONDS = 0.02
-block_prediction.Tasks.__init__.__defaults__ = (2.0,)
+from unet3d.inference import block_filling
+block_filling.POLL_SECONDS = 0.02
+block_filling.Tasks.__init__.__defaults__ = (2.0,)
 def compute(box):
     time.sleep(0.2)
     return labels_of(box)
-block_prediction.fill(Path(sys.argv[1]), ahead(compute))
+block_filling.fill(Path(sys.argv[1]), ahead(compute))
 """
 
 
@@ -108,7 +108,7 @@ def test_a_frozen_process_harms_nothing(tmp_path, store, monkeypatch):
     while not any("/claims/" in name for name in list(store.objects)):
         time.sleep(0.05)
     frozen.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(block_prediction.Tasks.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(block_filling.Tasks.__init__, "__defaults__", (1.0,))
     assert fill(PATH, ahead(labels_of))
     assert_complete(store)
     frozen.send_signal(signal.SIGCONT)
@@ -119,15 +119,7 @@ def test_a_frozen_process_harms_nothing(tmp_path, store, monkeypatch):
 @pytest.mark.nightly
 def test_ten_kills_lose_nothing(tmp_path, store):
     new_store(tmp_path)
-    rng = random.Random(0)
-    workers = [begin() for _ in range(4)]
-    for _ in range(10):
-        time.sleep(rng.uniform(1, 4))
-        index = rng.randrange(len(workers))
-        workers[index].kill()
-        workers[index].wait()
-        workers[index] = begin()
-    assert [worker.wait(300) for worker in workers] == [0] * len(workers)
+    assert with_kills(begin, 0, 4) == {0}
     assert_complete(store)
 
 
