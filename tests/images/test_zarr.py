@@ -604,3 +604,19 @@ def test_metadata_may_be_anything(sound, data):
         assert isinstance(read_label_names(path), dict) and members(path)
     finally:
         file.write_text(json.dumps(contents[file]))
+
+
+def test_a_chunk_of_a_shard_may_not_be_of_any_size(tmp_path):
+    path, codecs = tmp_path / "scan.zarr", zarr.codecs
+    sharding = codecs.ShardingCodec(
+        chunk_shape=(4, 4, 4), index_codecs=[codecs.BytesCodec()], index_location="start"
+    )
+    size = {"shape": (8, 8, 8), "chunks": (8, 8, 8)}
+    array = zarr.create_array(path, **size, dtype="uint8", serializer=sharding, compressors=None)
+    array[:] = 1
+    with (path / "c" / "0" / "0" / "0").open("r+b") as file:
+        file.seek(8)
+        file.write((2**40).to_bytes(8, "little"))
+        file.truncate(2**41)  # without using the disk
+    part = (slice(0, 2),) * 3
+    assert "bytes, but its content" in refusal(path, lambda one: open_image(one).read(part))
