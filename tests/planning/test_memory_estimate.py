@@ -283,24 +283,21 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
 
 
 MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "captured": ({"size": (128, 128, 128)}, [1938032640]),
-    "launched": ({"size": (256, 256, 256), "batch_size": 1}, [6514466816]),
-    "accumulated": ({"batch_size": 8, "num_micro_batches": 8}, [3376973824]),
+    "captured": ({"size": (128, 128, 128)}, [1897103872]),
+    "launched": ({"size": (256, 256, 256), "batch_size": 1}, [6343517184]),
+    "accumulated": ({"batch_size": 8, "num_micro_batches": 8}, [3306687488]),
     "two stages": (
         {"batch_size": 8, "num_micro_batches": 8, "num_gpus": 2},
-        [3905125376, 4007495168],
+        [4724516864, 4087266816],
     ),
-    "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [3573540352]),
+    "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [3473860096]),
 }
-"""Steps on H100 and H200, with the peaks of their allocators (``benchmarks/results``).
-
-They were measured when cuDNN did all convolutions.
-"""
+"""Steps on two H100, with the peaks of their allocators
+(``benchmarks/results/scaling-h100x4-2026-11-28.json``)."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_gpus_took_is_predicted_without_them(name, monkeypatch):
-    monkeypatch.setattr(hopper, "available", lambda device: False)
+def test_what_gpus_took_is_predicted_without_them(name):
     options, measured = MEASURED[name]
     changes = {"num_gpus": 1, "size": (192, 192, 192), "precision": "bfloat16", **options}
     step = step_of(GPUS[: changes.pop("num_gpus")], changes, LARGE)

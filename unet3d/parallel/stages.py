@@ -161,22 +161,23 @@ class Action(NamedTuple):
 
 
 def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
-    """Yield the 1F1B schedule (PipeDream-flush, Narayanan et al., arXiv 2006.09503).
+    """Yield the eager 1F1B schedule (Zhuang et al., arXiv 2211.05322).
 
-    Each stage starts as many micro-batches as there are stages from it to the end, then
-    alternates. So stage 0 keeps the activations of at most ``num_stages`` micro-batches, and the
-    last stage of one, no matter how many micro-batches a batch has::
+    Each stage starts one micro-batch for itself and two for each later stage, then alternates. So
+    stage 0 keeps the activations of at most ``2 * num_stages - 1`` micro-batches, and the last
+    stage of one, no matter how many micro-batches a batch has::
 
-        stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        stage 0   F0 F1 F2 B0 F3 B1 .. B2 .. B3
         stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
-    With one stage this is gradient accumulation: F0 B0 F1 B1 and so on. The orders of the stages
-    are merged as if every action took one unit of time, so no device waits for work that the
-    process could have queued earlier.
+    With one micro-batch for each later stage, as in PipeDream-flush (arXiv 2006.09503), stages
+    would wait for every copy between them. With one stage this is gradient accumulation: F0 B0 F1
+    B1 and so on. The orders of the stages are merged as if every action took one unit of time, so
+    no device waits for work that the process could have queued earlier.
     """
     per_stage = []
     for stage in range(num_stages):
-        ahead = min(num_micro_batches, num_stages - stage)
+        ahead = min(num_micro_batches, 2 * (num_stages - stage) - 1)
         order = deque(Action("forward", i, stage) for i in range(ahead))
         for i in range(num_micro_batches):
             order.append(Action("backward", i, stage))

@@ -235,11 +235,10 @@ class _Meter(MemoryMeter):
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches suffice to predict a batch.
 
-    With 1F1B, the number of micro-batches alive at a time is at most the number of stages. The
-    prediction runs as many micro-batches as there are stages, and two more, so that one adds its
-    gradients to existing gradients.
+    The prediction runs as many micro-batches as the first stage keeps alive at a time, and two
+    more, so that one adds its gradients to existing gradients.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
-    num_run = min(num_portions, len(layout.devices) + 2)
+    num_run = min(num_portions, 2 * len(layout.devices) + 1)
     smaller, num_larger = divmod(batch_size, num_portions)  # the larger portions come first
     return smaller * num_run + min(num_larger, num_run), num_run
