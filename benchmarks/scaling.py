@@ -1,7 +1,7 @@
 """Training steps of every mode on several devices, relative to one device, in one run.
 
     python benchmarks/scaling.py --modes replicas,threads --shape 128,128,128 --batch-size 2
-    python benchmarks/scaling.py --modes stages,balanced --shape 192,192,192 --batch-size 8
+    python benchmarks/scaling.py --modes stages --shape 192,192,192 --batch-size 8 --cuts 18,22
     python benchmarks/scaling.py --modes slabs --shape 256,256,256 --predict --json slabs.json
     python benchmarks/scaling.py --devices 0,1,2,3 --json all.json
     python benchmarks/scaling.py --devices cpu,cpu --shape 16,16,16 --channels 4,8,8 --steps 1
@@ -16,6 +16,7 @@ turns            a stage of the network on each device, which take turns with th
                  stages are encoder and decoder
 stages           like turns, but a pipeline of micro-batches of one sample
 balanced         like stages, cut where stages take the same time (``parallel.cuts=time``)
+cut N            like stages, cut before block N, for each N of ``--cuts``
 slabs            a slab of each volume on each device
 stage-replicas   replicas of two stages, each with a batch of ``--batch-size``; four devices or more
 slab-replicas    replicas of two slabs, each with a batch of ``--batch-size``; four devices or more
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("--devices", type=words, default=all_devices())
     parser.add_argument("--modes", type=words, help=f"default: all of {','.join(MODES)}")
+    parser.add_argument("--cuts", type=numbers, default="", help="cuts of two stages to compare")
     parser.add_argument("--shape", type=shape, default="128,128,128")
     parser.add_argument("--batch-size", type=int, default=2, help="of a replica")
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
@@ -130,7 +132,11 @@ def ways(arguments: argparse.Namespace) -> dict[str, Way]:
     unknown = set(wanted) - set(MODES)
     if unknown:
         raise SystemExit(f"no mode {', '.join(unknown)}; choose from {', '.join(MODES)}")
-    return {name: found[name] for name in MODES if name in found and name in ("one", *wanted)}
+    cuts = {
+        f"cut {cut}": way(devices, num_micro_batches=size, cuts=(cut,)) for cut in arguments.cuts
+    }
+    chosen = {name: found[name] for name in MODES if name in found and name in ("one", *wanted)}
+    return chosen | cuts
 
 
 def predicted(way: Way) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def predicted(way: Way) -> dict[str, Any]:
     step = way.planned().fullest()
     memory = predict_memory(step).memory.values()
     return {
-        "predicted_seconds": None if way.balances_time else step_seconds(step),
+        "predicted_seconds": step_seconds(step),
         "predicted_bytes": max(slot.peak_bytes for slot in memory),
     }
 

@@ -102,8 +102,10 @@ class Way:
     """Copies of the network; each is one rank, or with slabs several."""
     num_micro_batches: int = 1
     """Micro-batches of a replica's batch."""
+    cuts: tuple[int, ...] | None = None
+    """First block of each stage but the first; None: the default cuts."""
     balances_time: bool = False
-    """Whether cuts give stages of the same time, instead of the default cuts."""
+    """Whether cuts give stages of the same time, instead."""
     precision: str = "auto"
     """Precision of training; ``auto`` is the best that the devices have."""
     recompute: Recompute = "norm"
@@ -130,6 +132,7 @@ class Way:
         count = len(devices) // self.num_ranks
         return Layout(
             devices=devices[rank * count : (rank + 1) * count],
+            cuts=self.cuts,
             num_micro_batches=self.num_micro_batches,
             autocast=autocast_dtype(resolve_precision(self.precision, devices)),
             recompute=self.recompute,
@@ -143,7 +146,7 @@ class Way:
     def planned(self, rank: int = 0) -> Step:
         """Return the step of one rank, for the planner."""
         devices = devices_named(self.devices)
-        return Step(
+        step = Step(
             topology=self.problem.topology,
             layout=self.layout(rank, devices),
             size=self.problem.size,
@@ -151,6 +154,9 @@ class Way:
             settings=TrainingSettings(optimizer=self.optimizer),
             precision=resolve_precision(self.precision, devices),
         )
+        if not self.balances_time:
+            return step
+        return replace(step, layout=replace(step.layout, cuts=time_cuts(step)))
 
 
 class OurTrainee:
@@ -172,8 +178,6 @@ class OurTrainee:
             torch.cuda.set_device(layout.devices[0])
         torch.manual_seed(0)
         model = UNet3d(step.topology)
-        if way.balances_time:
-            layout = replace(layout, cuts=time_cuts(step))
         self.cuts = layout.cuts
         self.executor: Executor = (
             DataParallelExecutor(model, layout.devices, None, layout.autocast)

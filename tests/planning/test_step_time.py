@@ -244,22 +244,35 @@ def test_as_many_messages_are_counted_as_are_sent(
         assert found == pytest.approx(expected, abs=100 * BESIDE_SECONDS)
 
 
+def test_the_cut_that_was_fastest_on_two_gpus_is_chosen():
+    """Of the cuts before blocks 12 to 24, a step with the one before block 20 took least time."""
+    step = make_step(GPUS[:2], (192, 192, 192), 8, 8, "bfloat16", LARGE)
+    assert time_cuts(step) == (20,)
+
+
 @pytest.mark.parametrize("devices", [GPUS[:2], GPUS[:3], (CPU, GPUS[0]), (GPUS[0], CPU)], ids=str)
 def test_the_slowest_of_the_stages_is_as_fast_as_possible(devices, caplog):
     step = make_step(devices, (64, 64, 64), 5, 2, "bfloat16", WIDE)
     work = count_work(step.topology, step.size, 3, 2)  # the larger micro-batch
     cores = num_cores()
     rates = {
-        "cuda": (H200.operations_per_second, H200.bytes_per_second),
-        "cpu": (cores * CPU_CORE.operations_per_second, cores * CPU_CORE.bytes_per_second),
+        "cuda": (H200.operations_per_second, H200.bytes_per_second, 270e9),
+        "cpu": (
+            *(cores * CPU_CORE.operations_per_second, cores * CPU_CORE.bytes_per_second),
+            math.inf,
+        ),
     }
+    constant = {"cuda": H200.step_seconds / len(work), "cpu": CPU_CORE.step_seconds / len(work)}
+    readers = {block.name: [block.name in other.inputs for other in work] for block in work}
 
     def slowest(cuts):
         ends = zip(devices, itertools.pairwise((0, *cuts, len(work))), strict=True)
         return max(
             math.fsum(
-                block.num_operations / rates[device.type][0]
+                constant[device.type]
+                + block.num_operations / rates[device.type][0]
                 + block.moved_bytes / rates[device.type][1]
+                + block.made_bytes * any(readers[block.name][run[1] :]) / rates[device.type][2]
                 for block in work[slice(*run)]
             )
             for device, run in ends

@@ -61,13 +61,23 @@ class Rates:
     """Bytes of maps read and written per second."""
     step_seconds: float
     """Constant seconds of any step."""
+    sent_bytes_per_second: float = math.inf
+    """Bytes per second of maps that go to another stage, for what their maker does in addition:
+    normalising without the help of their reader, and adding up gradients."""
 
 
-H200 = Rates(operations_per_second=657e12, bytes_per_second=6.56e12, step_seconds=1.5e-3)
+H200 = Rates(
+    operations_per_second=657e12,
+    bytes_per_second=6.56e12,
+    step_seconds=1.5e-3,
+    sent_bytes_per_second=270e9,
+)
 """An H200 in bfloat16, with hand-written convolutions, which save about half of the traffic that
 is counted here. Fitted to steps with 32 to 320 channels
 (``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3 with batch 2, 44.5 ms with
-batch 7, 49.3 ms at 256^3 and 166 ms at 384^3; all within 2 %."""
+batch 7, 49.3 ms at 256^3 and 166 ms at 384^3; all within 2 %. The last rate makes the best of nine
+cuts at 192^3, measured on two H100, the one that is predicted to be best
+(``benchmarks/results/scaling-h100x4-2026-11-28.json``)."""
 H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
 """An H200 in bfloat16 with cuDNN alone: the rates of a matrix product and of a copy, both divided
 by 1.32. Fitted to 10.4 ms at 128^3, 68.9 ms at 256^3 and 230 ms at 384^3; all within 2.5 %."""
@@ -117,6 +127,8 @@ class BlockWork:
     """The work of a block in one step, forward and backward, on one device."""
 
     name: str
+    inputs: tuple[str, ...]
+    """Names of the blocks whose maps it reads, or ``image``."""
     level: int
     in_encoder: bool
     num_norms: int
@@ -125,6 +137,8 @@ class BlockWork:
     """Floating-point operations; a multiplication with an addition counts as two."""
     moved_bytes: float
     """Bytes that it reads and writes."""
+    made_bytes: float
+    """Bytes of its map."""
 
     def seconds(self, rates: Rates) -> float:
         """Return the block's time at these rates."""
@@ -156,12 +170,14 @@ def count_work(
         work.append(
             BlockWork(
                 name=block.name,
+                inputs=block.inputs,
                 level=block.level,
                 in_encoder=block.path == "encoder",
                 num_norms=num_norms,
                 num_parameters=sum(one.numel() for one in block.module.parameters()),
                 num_operations=num_passes * operations,
                 moved_bytes=element_bytes * num_moved,
+                made_bytes=element_bytes * made,
             )
         )
     return tuple(work)
@@ -312,7 +328,12 @@ def time_cuts(step: Step) -> tuple[int, ...]:
     rates = [rates_of(step, device) for device in devices]
 
     def cost(stage: int, start: int, end: int) -> float:
-        return sum(block.seconds(rates[stage]) for block in work[start:end])
+        own, of_device = work[start:end], rates[stage]
+        read_later = {name for block in work[end:] for name in block.inputs}
+        sent = sum(block.made_bytes for block in own if block.name in read_later)
+        seconds = sum(block.seconds(of_device) for block in own)
+        seconds += of_device.step_seconds * len(own) / len(work)
+        return seconds + sent / of_device.sent_bytes_per_second
 
     cuts = cheapest_cuts(cost, len(work), len(devices))
     if cuts:
