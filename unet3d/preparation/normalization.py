@@ -152,8 +152,9 @@ class Moments:
             mean = float(values.mean(dtype=np.float64)) if values.size else math.nan
         if not math.isfinite(mean):  # sums of float32 never overflow in float64
             return cls()
-        distances = np.subtract(values, mean, dtype=np.float64).ravel(order="K")
-        return cls(values.size, mean, float(distances @ distances))
+        distances = np.subtract(values, mean, dtype=np.float64)
+        # A dot product would start BLAS's threads, one for each core, in each thread of ours.
+        return cls(values.size, mean, float(np.square(distances, out=distances).sum()))
 
     def joined(self, other: "Moments") -> "Moments":
         """Return the moments of both, as by Chan, Golub and LeVeque: without cancellation."""
