@@ -140,13 +140,18 @@ def test_every_replica_gets_the_weights_of_the_next_network(image, kinds):
         assert (alone(image, member) != expected).mean() > 0.02
 
 
-@pytest.mark.parametrize("num_networks", [1, 3])
-@pytest.mark.parametrize("averaging", ["logits", "probabilities"])
-def test_a_graph_of_each_replica_serves_all_networks(image, num_networks, averaging, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_networks", "averaging", "batch_size"),
+    [(1, "logits", 2), (1, "logits", 3), (3, "logits", 3), (3, "probabilities", 2)],
+)
+def test_a_graph_of_each_replica_serves_all_networks_and_a_smaller_last_batch(
+    image, num_networks, averaging, batch_size, monkeypatch
+):
+    """Three replicas, with three windows each, have two each in the last batch."""
     monkeypatch.setitem(graph.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
-    given = {"batch_size": 2, "averaging": averaging, "tta": True}
+    given = {"batch_size": batch_size, "averaging": averaging, "tta": True}
     changes = (f"inference.averaging={averaging}", "patches.augmentation_details.mirror_axes=x")
     members = [network_of(*changes, seed=seed) for seed in range(num_networks)]
     expected = alone(image, *members, **given)
