@@ -54,7 +54,7 @@ def test_commands_take_no_more_of_the_package_than_before(tmp_path):
     run = tmp_path / "run"
     scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
     for command, most in (
-        (("train", *SMALL, *phantoms, "--output", run), (154, 214)),
+        (("train", *SMALL, *phantoms, "--output", run), (155, 215)),
         (("predict", scan, "--checkpoint", run), (97, 155)),
         (("report", run), (20, 39)),
     ):

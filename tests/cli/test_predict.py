@@ -210,8 +210,8 @@ def while_segmenting(monkeypatch, name, act):
     segment, names = Predictor.segment, []
 
     def segment_and_act(self, image, *more):
-        names.append(image.geometry.path.name)
-        if image.geometry.path.name == name:
+        names.append(image.image.geometry.path.name)
+        if image.image.geometry.path.name == name:
             act()
         return segment(self, image, *more)
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tests.images.samples import noise, write_volume
+from tests.networks import random_checkpoint
 from unet3d.errors import VolumeError
 from unet3d.images.scratch import Scratch
 from unet3d.inference import scans as scans_module
+from unet3d.inference.measuring import measured
 from unet3d.inference.scans import Scan, ScansAhead, read_scan
 
 SHAPE = (12, 11, 10)
@@ -52,12 +54,20 @@ def reading(monkeypatch):
     return SimpleNamespace(read=read, in_main=in_main, wait_for=wait_for)
 
 
-def assert_is(image, seed):
-    np.testing.assert_array_equal(image.whole()[0], noise(SHAPE, seed))
+def ahead_of(scans, scratch=None):
+    preprocessing = random_checkpoint().preprocessing
+    return ScansAhead(scans, scratch or Scratch(), lambda image: measured(image, preprocessing))
+
+
+def assert_is(taken, seed):
+    voxels = noise(SHAPE, seed)
+    np.testing.assert_array_equal(taken.image.whole()[0], voxels)
+    normalised = (voxels - voxels.mean(dtype=np.float64)) / voxels.std(dtype=np.float64)
+    np.testing.assert_allclose(taken.found.whole()[0], normalised, rtol=0, atol=1e-5)
 
 
 def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
-    ahead = ScansAhead(scans, Scratch())
+    ahead = ahead_of(scans)
     assert reading.read == []
     ahead.begin()
     assert reading.wait_for("a")
@@ -65,8 +75,8 @@ def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
         assert_is(ahead.take(number), number)
         assert reading.wait_for(*"abcd"[: number + 2])  # only one scan ahead
     assert reading.in_main == []
-    ScansAhead([], Scratch()).begin()  # no scans, or ``begin`` was not called
-    assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0)
+    ahead_of([]).begin()  # no scans, or ``begin`` was not called
+    assert_is(ahead_of(scans[:1]).take(0), 0)
 
 
 def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
@@ -86,7 +96,7 @@ def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
         monkeypatch.setattr(scans_module, "available_bytes", lambda most=available: most)
         reading.read.clear()
         reading.in_main.clear()
-        ahead = ScansAhead(given, scratch)
+        ahead = ahead_of(given, scratch)
         ahead.begin()
         for number in range(len(given)):
             assert_is(ahead.take(number), number)
@@ -98,7 +108,7 @@ def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
     """A scan may be skipped, such as one whose results have appeared meanwhile."""
     damaged = scans[3].images[0]
     damaged.write_bytes(damaged.read_bytes()[:-200])
-    ahead = ScansAhead(scans, Scratch())
+    ahead = ahead_of(scans)
     ahead.begin()
     assert_is(ahead.take(0), 0)
     assert reading.wait_for("a", "b")

@@ -37,6 +37,7 @@ from unet3d.images.files import place_of
 from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import LARGE_BYTES, Scratch
+from unet3d.inference.measuring import Measured, measured
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
@@ -191,7 +192,6 @@ class _Job:
         self._failures: list[str] = []
         self._error: Unet3dError | OSError | None = None
         self._scratch = Scratch(request.scratch)
-        self._ahead = ScansAhead(self._scans, self._scratch)
         for scan in scans.kept if group.is_first else ():
             self._keep(scan)
         for scan, reason in scans.faults if group.is_first else ():
@@ -207,8 +207,10 @@ class _Job:
             return
         if self._is_dealt:  # no other rank logs anything about the scans of this one
             _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
+        preprocessing = networks.preprocessing
+        ahead = ScansAhead(self._scans, self._scratch, lambda image: measured(image, preprocessing))
         if self._together.is_first:
-            self._ahead.begin()  # while networks are placed
+            ahead.begin()  # while networks are placed
         predictor = Predictor(
             networks, parallel, self._together, skips_empty=self._request.skip_background
         )
@@ -219,7 +221,7 @@ class _Job:
             began = time.monotonic()
             try:
                 with self._progress.scan(number, len(self._scans), scan.images[0].name):
-                    self._segment(number - 1, predictor, networks.names)
+                    self._segment(number - 1, ahead, predictor, networks.names)
             except (CheckpointError, RankError):
                 raise
             except (Unet3dError, OSError) as error:
@@ -269,10 +271,12 @@ class _Job:
             f"{scan.name} -> {place_of(scan.output)} (kept; --overwrite replaces it)"
         )
 
-    def _segment(self, number: int, predictor: Predictor, checkpoints: Sequence[str]) -> None:
+    def _segment(
+        self, number: int, ahead: ScansAhead, predictor: Predictor, checkpoints: Sequence[str]
+    ) -> None:
         """Write all results of a scan, or none."""
         scan, request, names = self._scans[number], self._request, predictor.label_names
-        image: Image | None = None
+        taken: Measured | None = None
         npy: Path | None = None
         replaces = request.overwrite
         with explaining_memory(scan.name), ExitStack() as results:
@@ -281,7 +285,7 @@ class _Job:
                 return results.enter_context(result_file(path, replaces))
 
             def begin() -> None:
-                nonlocal image, npy, replaces
+                nonlocal taken, npy, replaces
                 if not request.overwrite:
                     # Another process may be writing to the same folder.
                     refuse_existing(scan, request)
@@ -291,7 +295,7 @@ class _Job:
                 if request.probabilities:
                     npy = new(scan.beside("probabilities"))
                 self._progress.stage("reading")
-                image = self._ahead.take(number)
+                taken = ahead.take(number)
                 self._progress.stage("preparing")
 
             def windows_done(done: int, total: int) -> None:
@@ -305,9 +309,10 @@ class _Job:
             scratch = self._scratch
             if scratch.is_memory:
                 scratch = Scratch(scan.output.absolute().parent, LARGE_BYTES)
-            labels = predictor.segment(image, windows_done, scratch, npy)
-            if image is None:  # only the first rank has it
+            labels = predictor.segment(taken, windows_done, scratch, npy)
+            if taken is None:  # only the first rank has it
                 return
+            image = taken.image
             found = label_statistics(labels, image, names) if request.statistics else None
             self._progress.stage("writing")
             if request.preview:

@@ -16,13 +16,14 @@ import torch
 from unet3d.config import ParallelSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError, VolumeError, counted, naming, some
+from unet3d.errors import DoesNotFitError, VolumeError, naming
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
 from unet3d.inference.doubts import cause_of_non_finite, doubts
 from unet3d.inference.image_slab import Make, Planes, sharing
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
+from unet3d.inference.measuring import Measured, measured
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.postprocessing import keep_largest, rules_in_words
@@ -31,7 +32,7 @@ from unet3d.inference.volume_logits import AgreedError, VolumeLogits
 from unet3d.inference.windows import longest_axis, window_of
 from unet3d.parallel import Executor
 from unet3d.preparation.interpolation import Resampling, restored_slabs
-from unet3d.preparation.prepared_image import PreparedImage, kept_box, whole_box
+from unet3d.preparation.prepared_image import PreparedImage, whole_box
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,7 @@ PLANES_KEPT = 2
 class _Job:
     """An image that is being segmented, in the rank that has it."""
 
-    image: Image
-    """The image, with the axes that the networks expect."""
-    box: Box
-    """The part that is segmented."""
-    found: PreparedImage
+    measured: Measured
     restoring: Resampling
     """How its logits become those of the part."""
     labels: LabelVolume
@@ -131,12 +128,14 @@ class Predictor:
 
     def segment(
         self,
-        image: Image | None,
+        image: Image | Measured | None,
         windows_done: WindowsDone = lambda done, total: None,
         scratch: Scratch | None = None,
         probabilities: Path | None = None,
     ) -> Any:
         """Return the label values (X, Y, Z) of an image on its grid, after post-processing.
+
+        An image that was measured ahead of its turn is not measured again.
 
         A collective call; ranks without the image get None. Labels go to ``scratch``, by default in
         memory, and probabilities to an optional file.
@@ -156,19 +155,21 @@ class Predictor:
             nonlocal job
             assert image is not None  # the first rank has it
             job = self._begun(image, scratch or Scratch(), probabilities)
-            return [*job.found.shape, job.found.num_channels]
+            found = job.measured.found
+            return [*found.shape, found.num_channels]
 
         x, y, z, num_channels = self._group.from_first(begun, shares_errors=True)
-        make = None if job is None else self._kept(job.found.planes)
+        make = None if job is None else self._kept(job.measured.found.planes)
         planes = Planes(shape=(x, y, z), num_channels=num_channels, make=make, share=self._share)
         self._fill(job, planes, windows_done)
-        if job is None or image is None:
+        if job is None:
             return None
-        labels, box, is_seen = job.labels.array, job.box, job.image is image
-        del job, make, planes  # frees memory for finding components
+        labels, of = job.labels.array, job.measured
+        box, given, is_seen = of.box, of.image, of.seen is of.image
+        del job, make, of, planes  # frees memory for finding components
         if self._rules:
             keep_largest(labels[box], self._rules)
-        return labels if is_seen else image.geometry.in_ras(labels)
+        return labels if is_seen else given.geometry.in_ras(labels)
 
     def identity(self) -> dict[str, Any]:
         """Return what the labels of an image depend on, for a comparison with other processes."""
@@ -193,7 +194,6 @@ class Predictor:
 
     def prepared(self, image: Image) -> PreparedImage:
         """Return a large image, of which only statistics are read, for :meth:`begin_block`."""
-        self._refuse_channels(image)
         if self._rules:
             raise VolumeError(
                 f"{image.geometry.path} cannot be segmented in blocks: the network keeps only the "
@@ -204,8 +204,9 @@ class Predictor:
                 f"{image.geometry.path} cannot be segmented in blocks: the network normalises "
                 "intensities by a mask of the whole image; write to another format, such as .nii.gz"
             )
-        seen = self._seen(image)
-        return self._measured(seen, whole_box(seen.geometry.shape))
+        whole = measured(image, self.preprocessing, is_cropped=False)
+        self._warn(whole)
+        return whole.found
 
     def begin_block(
         self,
@@ -224,9 +225,7 @@ class Predictor:
             image.geometry, whole_box(image.geometry.shape), self.preprocessing, Scratch()
         )
         job = _Job(
-            image=image,
-            box=block,
-            found=found,
+            measured=Measured(image=image, seen=image, box=block, found=found),
             restoring=restoring,
             labels=labels,
             results=[labels],
@@ -262,56 +261,25 @@ class Predictor:
 
         return make_once
 
-    def _begun(self, image: Image, scratch: Scratch, probabilities: Path | None) -> _Job:
-        """Measure an image, and allocate its results."""
+    def _begun(self, image: Image | Measured, scratch: Scratch, probabilities: Path | None) -> _Job:
+        """Measure an image, unless that was done, and allocate its results."""
         preprocessing = self.preprocessing
-        self._refuse_channels(image)
-        seen = self._seen(image)
-        box = kept_box(seen, preprocessing)
-        found = self._measured(seen, box)
-        labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
+        of = image if isinstance(image, Measured) else measured(image, preprocessing)
+        self._warn(of)
+        geometry = of.seen.geometry
+        labels = LabelVolume(geometry, of.box, preprocessing, scratch)
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
-            results.append(ProbabilityVolume(probabilities, seen.geometry, box, preprocessing))
-        return _Job(
-            image=seen,
-            box=box,
-            found=found,
-            restoring=found.restoring(),
-            labels=labels,
-            results=results,
-        )
+            results.append(ProbabilityVolume(probabilities, geometry, of.box, preprocessing))
+        restoring = of.found.restoring()
+        return _Job(measured=of, restoring=restoring, labels=labels, results=results)
 
-    def _seen(self, image: Image) -> Image:
-        """Return an image with the axes that the networks expect."""
-        return image.as_stored() if self.preprocessing.orientation == "stored" else image
-
-    def _refuse_channels(self, image: Image) -> None:
-        preprocessing = self.preprocessing
-        path, wanted = image.geometry.path, len(preprocessing.channels)
-        if image.num_channels != wanted:
-            raise VolumeError(
-                f"{path} has {counted(image.num_channels, 'channel')}, but the network "
-                f"was trained on {wanted} ({', '.join(preprocessing.channel_names)})"
-                f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
-            )
-        stated = image.channels_in_other_order(preprocessing.channel_names)
-        if stated:
-            raise VolumeError(
-                f"{path} has the channels {some(stated)}, but the network was trained on "
-                f"{some(preprocessing.channel_names)}; bring them into this order"
-            )
-
-    def _measured(self, image: Image, box: Box) -> PreparedImage:
-        """Measure a part of an image, and warn if the networks probably expect another image."""
-        try:
-            found = PreparedImage(image.cut(box), self.preprocessing)
-        except VolumeError as error:
-            raise VolumeError(naming(image.geometry.path, error)) from error
+    def _warn(self, of: Measured) -> None:
+        """Warn if the networks probably expect another image."""
         if self._warns:
-            for doubt in doubts(image, found.shape, window_of(self._networks.described[0])):
+            window = window_of(self._networks.described[0])
+            for doubt in doubts(of.seen, of.found.shape, window):
                 logger.warning("%s", doubt)
-        return found
 
     def _fill(
         self,
@@ -325,12 +293,12 @@ class Predictor:
 
         The logits may have been begun.
         """
-        path = "the image" if job is None else job.image.geometry.path
+        path = "the image" if job is None else job.measured.seen.geometry.path
         try:
             with explaining_memory("its segmentation"):
                 self._computed(job, planes, windows_done, block, slabs)
         except NonFiniteLogitsError as error:  # all ranks raise it
-            largest = 0.0 if job is None else job.found.largest
+            largest = 0.0 if job is None else job.measured.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
             raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
         except VolumeError as error:

@@ -3,11 +3,11 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from unet3d.inputs.ahead import ahead
 from unet3d.inputs.reading import open_regular, read_json
 from unet3d.memory.host import available_bytes
 from unet3d.preparation.normalization import Moments
+
+if TYPE_CHECKING:  # it needs PyTorch
+    from unet3d.inference.measuring import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -109,38 +112,44 @@ def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
 
 
 class ScansAhead:
-    """Reads scans in order, each while the previous one is in use."""
+    """Reads and measures scans in order, each while the previous one is in use."""
 
-    def __init__(self, scans: Sequence[Scan], scratch: Scratch) -> None:
+    def __init__(
+        self, scans: Sequence[Scan], scratch: Scratch, measure: Callable[[Image], "Measured"]
+    ) -> None:
         """Take scans, without reading any; compressed voxels will be unpacked to ``scratch``."""
         self._scans = tuple(scans)
         self._scratch = scratch
-        self._begun: dict[int, Future[Image | None]] = {}
+        self._measure = measure
+        self._begun: dict[int, Future[Measured | None]] = {}
 
     def begin(self, number: int = 0) -> None:
-        """Begin to read a scan, by default the first one."""
-        if number < len(self._scans):
+        """Begin to read and measure a scan, by default the first one."""
+        if number < len(self._scans) and not self._scans[number].in_blocks:
             scan = self._scans[number]
             self._begun[number] = ahead(lambda: self._read_small(scan))
 
-    def take(self, number: int) -> Image:
-        """Return a scan by its index, and begin to read the next one.
+    def take(self, number: int) -> "Measured":
+        """Return a scan by its index, and begin with the next one.
 
-        Errors of reading ahead are raised here.
+        Errors of reading and measuring ahead are raised here.
         """
         begun = self._begun.pop(number, None)
         self._begun.clear()  # drops a scan that was never taken
         found = None if begun is None else begun.result()
-        found = found or read_scan(self._scans[number], self._scratch)
+        found = found or self._read(self._scans[number])
         self.begin(number + 1)
         return found
 
-    def _read_small(self, scan: Scan) -> Image | None:
+    def _read(self, scan: Scan) -> "Measured":
+        return self._measure(read_scan(scan, self._scratch))
+
+    def _read_small(self, scan: Scan) -> "Measured | None":
         """Read a scan ahead; None if it would take too large a share of the available memory."""
         image = open_image(scan.images, reading=scan.reading)
         needed = image.unpacked_bytes if self._scratch.is_memory else 0
         fits = needed <= MEMORY_SHARE * available_bytes()
-        return read_scan(scan, self._scratch) if fits else None
+        return self._read(scan) if fits else None
 
 
 def write_segmentation(
