@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import error_line, labels_of, names_in, process_environment, run, wait_until
+from tests.command_line import (
+    error_line,
+    in_a_process,
+    labels_of,
+    names_in,
+    process_environment,
+    run,
+    wait_until,
+)
 from tests.images.samples import noise, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
@@ -94,7 +102,7 @@ def test_what_cannot_begin_is_one_line(scan, checkpoint):
 
 
 def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
-    """Each rank reports its own scans: which it skips, and odd headers."""
+    """Each rank, which loads PyTorch ahead, reports its own scans: skipped ones, odd headers."""
     write_volume(scans / "d.nii.gz", noise((14, 16, 15), seed=3))
     sheared = np.eye(4)
     sheared[0, 1] = 0.3
@@ -105,7 +113,7 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
     Path("dealt").mkdir()
     shutil.copy("alone/c.nii.gz", "dealt")
-    done = warm.run([*arguments, *DEALT, "-o", "dealt", "--continue"])
+    done = in_a_process(*arguments, *DEALT, "-o", "dealt", "--continue")
     assert done.returncode == 1
     dealt, *said, error = done.stderr.splitlines()
     assert dealt == "distributing 5 scans over 2 devices"

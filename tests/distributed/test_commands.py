@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.process_trees import assert_all_end
+from tests.process_trees import assert_all_end, children_of
+from unet3d.cli.predict import WAITING_COMMAND
 from unet3d.distributed import PARENT, SHARED_BY
-from unet3d.distributed.commands import import_variables, run_commands
+from unet3d.distributed.commands import (
+    CommandProcess,
+    import_variables,
+    loading_ahead,
+    run_commands,
+)
 from unet3d.distributed.ranks import num_cores
 from unet3d.interruption import Interrupted
 
@@ -115,3 +121,16 @@ def test_killing_the_first_process_leaves_no_other(begun):
     process.kill()
     process.wait()
     assert_all_end([child], 10)
+
+
+def test_a_process_that_waits_takes_the_command_and_others_end(capfd):
+    before = set(children_of(os.getpid()))
+    with loading_ahead(WAITING_COMMAND, 2, {PARENT: str(os.getpid())}):
+        told = CommandProcess([WAITING_COMMAND, "--help"], {}, None)
+        assert len(set(children_of(os.getpid())) - before) == 2
+        while told.status() is None:
+            time.sleep(0.05)
+        assert told.status() == 0
+    told.end()
+    assert not set(children_of(os.getpid())) - before
+    assert "then run the command" in capfd.readouterr().out

@@ -19,7 +19,7 @@ from unet3d.cli.convert import convert
 from unet3d.cli.evaluate import evaluate
 from unet3d.cli.output import log_to_terminal, show_error
 from unet3d.cli.plan import plan
-from unet3d.cli.predict import predict, predict_as_rank
+from unet3d.cli.predict import predict, predict_as_rank, predict_when_told
 from unet3d.cli.report import report
 from unet3d.cli.train import train
 from unet3d.errors import Unet3dError, reason_of
@@ -95,5 +95,8 @@ def commands() -> None:
     """Train 3D U-Nets, even on volumes that do not fit on one GPU, and segment scans."""
 
 
-for _command in (check, plan, train, predict, evaluate, report, convert, config, predict_as_rank):
+for _command in (
+    *(check, plan, train, predict, evaluate, report, convert, config),
+    *(predict_as_rank, predict_when_told),
+):
     commands.add_command(_command)

@@ -1,7 +1,11 @@
 """``unet3d predict``."""
 
+import json
 import os
 import re
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +28,10 @@ from unet3d.errors import counted
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
+
+
+WAITING_COMMAND = "predict-when-told"
+"""The command of a rank that is started before it is known what to do."""
 
 
 def _part(
@@ -201,7 +209,28 @@ def predict(
         click.echo(f"using {_in_words(checkpoints)}")
     else:
         checkpoints = ()  # only the first rank reads the files
-    _run({**asked, "checkpoints": checkpoints}, ranks)
+    with _ranks_ahead(settings, asked["images"], ranks):
+        _run({**asked, "checkpoints": checkpoints}, ranks)
+
+
+def _ranks_ahead(
+    settings: GivenSettings, images: Sequence[Path], ranks: "Ranks"
+) -> AbstractContextManager[None]:
+    """Return a context in which ranks load PyTorch at once, if the command will probably need them.
+
+    Otherwise they would begin to load it, which takes seconds, once this process has loaded it.
+    """
+    from unet3d.distributed.commands import loading_ahead
+    from unet3d.distributed.launcher import variables_of_ranks
+
+    parallel = settings.config.parallel
+    devices = parallel.devices or ()
+    are_many = len(images) > 1 or os.path.isdir(images[0])
+    suits = parallel.mode == "spatial" or (parallel.mode in ("auto", "data") and are_many)
+    if len(devices) < 2 or not suits or ranks.world_size > 1:
+        return nullcontext()
+    variables = variables_of_ranks(len(devices), on_gpus="cpu" not in devices)
+    return loading_ahead(WAITING_COMMAND, len(devices), variables)
 
 
 def _show_status(output: str | None) -> None:
@@ -232,6 +261,23 @@ def predict_as_rank(request: Path, logs: bool) -> None:
     from unet3d.inputs.reading import read_json
 
     _run(read_json(request), begin_as_rank(), logs)
+
+
+@click.command(WAITING_COMMAND, hidden=True)
+@click.pass_context
+def predict_when_told(context: click.Context) -> None:
+    """Load what a rank needs, then run the command that a line of stdin says, if one comes."""
+    from unet3d.distributed.ranks import silence_torch
+
+    silence_torch()
+    load_torch()
+    import unet3d.inference.prediction  # noqa: F401
+
+    line = sys.stdin.readline()
+    if line:
+        arguments, variables = json.loads(line)
+        os.environ |= variables
+        context.find_root().command.main(arguments, "unet3d", standalone_mode=False)
 
 
 def _run(asked: dict[str, Any], ranks: "Ranks", logs: bool = False) -> None:

@@ -4,12 +4,14 @@ Separate processes keep the memory or a crash of one command from affecting the 
 outlives this process: Linux kills all commands when the process dies (``die_with_launcher``).
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO
@@ -33,6 +35,61 @@ STOP_SECONDS = TRAINING.stop_seconds + 15
 """Time for commands that are asked to stop; each may itself be waiting for ranks that save."""
 
 
+_waiting: list[subprocess.Popen[str]] = []
+"""Processes that wait for their command."""
+
+
+@contextmanager
+def loading_ahead(command: str, num_processes: int, variables: Mapping[str, str]) -> Iterator[None]:
+    """Start processes for the next commands with these environment variables at the latest now.
+
+    They load PyTorch while this process does. Their ``command`` then reads a line from stdin: the
+    arguments of the actual command, and further variables. Processes that were not needed are
+    killed when the context ends, or by :func:`end_waiting`.
+    """
+    try:
+        for _ in range(num_processes):
+            _waiting.append(_started([command], variables, None, subprocess.PIPE))
+        yield
+    finally:
+        end_waiting()
+
+
+def end_waiting() -> None:
+    """Kill the processes that still wait for their command."""
+    while _waiting:
+        with _waiting.pop() as process:
+            process.kill()
+
+
+def _started(
+    arguments: Sequence[str], variables: Mapping[str, str], say: Say | None, stdin: int
+) -> subprocess.Popen[str]:
+    # In a session of its own, it gets Ctrl-C only once, from here. Signals stay blocked until it
+    # can handle them.
+    with blocked(*SIGNALS):
+        return subprocess.Popen(
+            [sys.executable, "-m", "unet3d", *arguments],
+            env={**os.environ, **import_variables(), **variables},
+            start_new_session=True,
+            stdin=stdin,
+            stdout=None if say is None else subprocess.DEVNULL,
+            stderr=None if say is None else subprocess.PIPE,
+            text=True,
+            errors="backslashreplace",
+        )
+
+
+def _told(
+    process: subprocess.Popen[str], arguments: Sequence[str], variables: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Give a waiting process its command; if it has died, that is found as for any command."""
+    assert process.stdin is not None  # it is a pipe
+    with suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(json.dumps([list(arguments), dict(variables)]) + "\n")
+    return process
+
+
 class CommandProcess:
     """A command whose stderr goes to ``say``, from a thread, and whose stdout is discarded.
 
@@ -42,19 +99,10 @@ class CommandProcess:
     def __init__(
         self, arguments: Sequence[str], variables: Mapping[str, str], say: Say | None
     ) -> None:
-        # In a session of its own, it gets Ctrl-C only once, from here. Signals stay blocked until
-        # it can handle them.
-        with blocked(*SIGNALS):
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "unet3d", *arguments],
-                env={**os.environ, **import_variables(), **variables},
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=None if say is None else subprocess.DEVNULL,
-                stderr=None if say is None else subprocess.PIPE,
-                text=True,
-                errors="backslashreplace",
-            )
+        if say is None and _waiting:
+            self._process = _told(_waiting.pop(0), arguments, variables)
+        else:
+            self._process = _started(arguments, variables, say, subprocess.DEVNULL)
         self._reader = None
         if say is not None and self._process.stderr is not None:
             self._reader = Thread(target=_pass_on, args=(self._process.stderr, say), daemon=True)

@@ -74,7 +74,7 @@ def launch(
     with deferred_interruption(is_rank=is_started()) as request, store_for_ranks() as port:
         for restart_count in range(max_restarts + 1):
             variables = {
-                **_variables(num_ranks, on_gpus),
+                **variables_of_ranks(num_ranks, on_gpus),
                 STORE_PORT: str(port),
                 RESTART_COUNT: str(restart_count),
             }
@@ -169,7 +169,7 @@ def _reason(
     return RankError(f"rank {first.rank} {reason}")
 
 
-def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
+def variables_of_ranks(num_ranks: int, on_gpus: bool) -> dict[str, str]:
     """Return the environment variables of all ranks."""
     variables = {
         "WORLD_SIZE": str(num_ranks),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from unet3d.config import ParallelSettings
 from unet3d.distributed import is_launched
+from unet3d.distributed.commands import end_waiting
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
@@ -142,6 +143,7 @@ def predict(
             if will_deal or (dims.num_shards > group.size and num_left):
                 _start_ranks(request, dims, say)
                 return results
+            end_waiting()
             is_dealt = dims.mode == "data" and group.size > 1
             on_cpu = all(device.type == "cpu" for device in dims.all_devices)
             if in_blocks and on_cpu and "inference.precision" not in request.inference:
