@@ -1,9 +1,12 @@
 """Planes that neighbouring slabs exchange."""
 
+import pytest
 import torch
 
-from unet3d.kernels.maps import empty_map, with_padding
-from unet3d.kernels.sharding import _WithHalo, fill_halo, inner
+from unet3d.kernels.maps import with_padding
+from unet3d.kernels.norm import op
+from unet3d.kernels.norm.volume import VolumeNorm
+from unet3d.kernels.sharding import _WithHalo, inner
 from unet3d.torch_private import is_held_elsewhere
 
 
@@ -14,20 +17,21 @@ class Neighbour:
         return torch.ones_like(first), torch.ones_like(last)
 
 
-def test_a_halo_gets_zeros_of_its_own():
+@pytest.mark.gpu
+def test_a_halo_is_normalised_and_gets_zeros_of_its_own():
     """Other slabs need not have zeros around Z, so only the planes themselves are exchanged."""
-    like = torch.zeros(2, 3, 4, 5, 6)
-    x = empty_map(like, pads=True, has_halo=True)
-    with_padding(x).zero_()
-    x.fill_(2)
-    for plane in (0, -1):
-        with_padding(x)[:, :, plane] = 7
-    halo = fill_halo(x, Neighbour(), pads=True)
-    assert all(plane.shape == (2, 5, 6, 3) for plane in halo)
-    assert (inner(x) == 2).all()
-    expected = torch.nn.functional.pad(torch.ones(2, 3, 2, 5, 6), (1, 1))
-    around = with_padding(x)[:, :, [0, -1]]
-    assert torch.equal(around, expected)
+    like = torch.randn(2, 16, 8, 32, 32, device="cuda", dtype=torch.bfloat16)
+    x = like.contiguous(memory_format=torch.channels_last_3d)
+    norm = VolumeNorm(stages=op, eps=0.0, slope=0.5, shard=None, halo_of=Neighbour(), pads=True)
+    weight, bias = torch.full((16,), 3.0, device="cuda"), torch.full((16,), -1.0, device="cuda")
+    mean, rstd = torch.zeros(2, 16, 2, device="cuda"), torch.full((2, 16), 2.0, device="cuda")
+    made, halo = norm.normalized(x, weight, bias, mean, rstd)
+    assert [plane.shape for plane in halo] == [(2, 16, 1, 32, 32)] * 2
+    around = with_padding(made)[:, :, [0, -1]].float()
+    expected = torch.nn.functional.pad(torch.full((2, 16, 2, 32, 32), 5.0), (1, 1))
+    assert torch.equal(around.cpu(), expected)
+    whole = norm._replace(halo_of=None).normalized(x, weight, bias, mean, rstd)[0]
+    assert torch.equal(inner(made), whole)
 
 
 def test_a_gradient_that_two_maps_share_is_not_overwritten():

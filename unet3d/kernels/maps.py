@@ -39,6 +39,10 @@ SUMS = "_sums"
 backward."""
 
 
+Halo = tuple[Tensor | None, Tensor | None]
+"""The plane of the slab before and of the slab behind; None where the volume ends."""
+
+
 class Deferred(NamedTuple):
     """A normalisation with LeakyReLU that is left to the reader of a map."""
 
@@ -46,6 +50,8 @@ class Deferred(NamedTuple):
     """Weight, bias, mean and 1 / deviation, as the stages of a normalisation take them."""
     slope: float
     """Negative slope of LeakyReLU."""
+    halo: Halo = (None, None)
+    """Planes of other slabs beside the map, before normalisation, in the map's layout."""
 
 
 def can_fold(x: Tensor, channels: int) -> bool:

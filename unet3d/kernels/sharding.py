@@ -21,11 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unet3d.kernels.maps import empty_map, has_room, with_padding
+from unet3d.kernels.maps import Halo, empty_map, has_room
 from unet3d.torch_private import is_held_elsewhere
-
-Halo = tuple[Tensor | None, Tensor | None]
-"""The plane of the slab before and of the slab behind; None where the volume ends."""
 
 
 class Shard(Protocol):
@@ -148,29 +145,9 @@ def inner(x: Tensor) -> Tensor:
     return x.narrow(2, 1, x.shape[2] - 2)
 
 
-def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
-    """Write the halo of a map with room for it, channels-last, and return it.
-
-    With ``pads`` the map is stored with zeros around Z, and its halo gets zeros, too. They are not
-    exchanged, because another GPU model may store its slab without them.
-    """
-    memory = _memory(x)
-    halo = shard.exchange(memory[:, 1], memory[:, -2])
-    put_halo(x, halo)
-    if pads:
-        around = with_padding(x).permute(0, 2, 3, 4, 1)
-        around[:, :: around.shape[1] - 1, :, :: around.shape[3] - 1].zero_()
-    return halo
-
-
-def put_halo(x: Tensor, halo: Halo) -> None:
-    """Write the halo that :func:`fill_halo` returned, except zeros around Z."""
-    memory = _memory(x)
-    for at, plane in zip((0, -1), halo, strict=True):
-        if plane is None:
-            memory[:, at].zero_()
-        else:
-            memory[:, at].copy_(plane)
+def end_plane(x: Tensor, end: int) -> Tensor:
+    """Return the first plane (0) or the last one (-1) of a map, (N, C, 1, Y, Z)."""
+    return x.narrow(2, 0 if end == 0 else x.shape[2] - 1, 1)
 
 
 def planes_beside(x: Tensor, shard: Shard) -> Halo:
@@ -211,7 +188,9 @@ class _WithHalo(torch.autograd.Function):
         ctx.shard = shard
         extended = empty_map(x, has_halo=True)
         inner(extended).copy_(x)
-        fill_halo(extended, shard)
+        for end, plane in zip((0, -1), planes_beside(x, shard), strict=True):
+            place = end_plane(extended, end)
+            place.zero_() if plane is None else place.copy_(plane)
         return extended
 
     @staticmethod

@@ -95,8 +95,10 @@ def transposed(
         return F.conv_transpose3d(x, weight, None, tuple(stride), padding, more)
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
-    if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # no result reads the planes between strides and at the end
+    # No result reads the planes between strides, and those at the end.
+    num_read = 0 if axis.stride > axis.kernel else axis.read_by(range(axis.result)).stop
+    if num_read < axis.size:
+        y.narrow(2, num_read, axis.size - num_read).zero_()
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:

@@ -10,17 +10,25 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from unet3d.kernels.maps import SUMS, Deferred, channels_last, empty_map, mark_deferred, take
+from unet3d.kernels.maps import (
+    SUMS,
+    Deferred,
+    Halo,
+    channels_last,
+    empty_map,
+    mark_deferred,
+    take,
+    with_padding,
+)
 from unet3d.kernels.norm import op, reference
 from unet3d.kernels.recompute import offer, recomputing
 from unet3d.kernels.sharding import (
-    Halo,
     Shard,
-    fill_halo,
+    end_plane,
     gradient_of_own,
     inner,
     number_of_largest,
-    put_halo,
+    planes_beside,
 )
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
@@ -79,20 +87,26 @@ class VolumeNorm(NamedTuple):
     def normalized(
         self, x: Tensor, *affine: Tensor, halo: Halo | None = None
     ) -> tuple[Tensor, Halo]:
-        """Return the normalised map and its halo, if any; without a given halo, slabs exchange it.
+        """Return the normalised map, with its halo if it has one, and the planes beside x.
 
-        If normalisation is deferred, the map is x, as a separate tensor.
+        If these planes are not given, slabs exchange them. If normalisation is deferred, the map is
+        x, as a separate tensor.
         """
         if self.is_deferred:
             return x.detach(), (None, None)
         y = empty_map(x, self.pads, has_halo=self.halo_of is not None)
-        own = y if self.halo_of is None else inner(y)
-        self.stages.normalize(own, x, *affine, slope=self.slope, pads=self.pads)
+        options = {"slope": self.slope, "pads": self.pads}
         if self.halo_of is None:
+            self.stages.normalize(y, x, *affine, **options)
             return y, (None, None)
-        if halo is None:
-            return y, fill_halo(y, self.halo_of, self.pads)
-        put_halo(y, halo)
+        halo = halo or planes_beside(x, self.halo_of)
+        self.stages.normalize(inner(y), x, *affine, **options)
+        for end, plane in zip((0, -1), halo, strict=True):
+            place = end_plane(y, end)
+            if plane is not None:
+                self.stages.normalize(place, plane, *affine, **options)
+            else:
+                (with_padding(place) if self.pads else place).zero_()
         return y, halo
 
     def again(self, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
@@ -102,12 +116,11 @@ class VolumeNorm(NamedTuple):
     def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
         """Mark the result for its reader if normalisation is deferred, else offer to recompute."""
         weight, bias, mean, rstd = affine
-        deferred = Deferred((weight, bias, mean, rstd), self.slope)
+        deferred = Deferred((weight, bias, mean, rstd), self.slope, halo)
         if self.is_deferred:
             return mark_deferred(made, deferred)
-        from_x_alone = deferred if self.halo_of is None else None
         source = recomputing(x)
-        offer(made, lambda: self.again(source(), *affine, halo=halo), x, from_x_alone)
+        offer(made, lambda: self.again(source(), *affine, halo=halo), x, deferred)
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unet3d.kernels.sharding import Halo
+from unet3d.kernels.maps import Halo
 from unet3d.parallel.spatial.division import Division
 
 _DENSE = torch.contiguous_format

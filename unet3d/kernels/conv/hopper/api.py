@@ -39,7 +39,13 @@ from unet3d.kernels.maps import (
 )
 from unet3d.kernels.norm.volume import stages_for
 from unet3d.kernels.recompute import normalized_from
-from unet3d.kernels.sharding import Shard, current_shard, number_of_largest, planes_beside
+from unet3d.kernels.sharding import (
+    Shard,
+    current_shard,
+    end_plane,
+    number_of_largest,
+    planes_beside,
+)
 from unet3d.kernels.triton_support import all_ranks_can, triton_available
 from unet3d.memory.fake_devices import is_fake_device, is_gpu
 
@@ -217,15 +223,17 @@ class _Convolution(torch.autograd.Function):
         moments: bool,
     ) -> tuple[Tensor, Tensor]:
         kernel, sides = weight.to(x.dtype), {"before": x_padding, "after": x_padding}
-        affine, slope = (_NO_AFFINE, 1.0) if deferred is None else deferred
+        affine, slope = (_NO_AFFINE, 1.0) if deferred is None else deferred[:2]
         halo = (None, None) if shard is None else planes_beside(x, shard)
         if added_to is None:
             given = (x, kernel, *affine, *halo)
             y, parts = op.convolve(*given, slope=slope, **sides, moments=moments)
         else:
             parts, y = op.add_convolution(added_to, x, kernel, **sides), added_to.detach()
-        if source is not None:
-            x, (affine, slope) = source
+        ctx.before = x_padding
+        if source is not None:  # which comes without the planes beside it
+            x, (affine, slope, halo) = source
+            ctx.before = 1
         ctx.save_for_backward(x, kernel, *affine, *halo)
         ctx.shard, ctx.sides, ctx.slope, ctx.weight_dtype = shard, sides, slope, weight.dtype
         ctx.is_deferred, ctx.adds = deferred is not None, added_to is not None
@@ -242,8 +250,8 @@ class _Convolution(torch.autograd.Function):
         affine, halo = rest[:4], rest[4:]
         given, dx, dweight = laid_out(dy), None, None
         if ctx.needs_input_grad[1]:
-            before = ctx.sides["before"]
-            dweight = op.weight_gradient(given, x, *affine, *halo, slope=ctx.slope, before=before)
+            sides = {"slope": ctx.slope, "before": ctx.before}
+            dweight = op.weight_gradient(given, x, *affine, *halo, **sides)
             dweight = dweight.to(ctx.weight_dtype)
         if not ctx.is_deferred:
             x, affine = None, _NO_AFFINE  # x may have been recomputed only for this
@@ -267,19 +275,14 @@ def _add_from_beside(
     """
     ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
     sent = [
-        op.input_gradient(_plane(dy, end), kernel, None, *_NO_AFFINE, slope=1.0, **sides)[0]
+        op.input_gradient(end_plane(dy, end), kernel, None, *_NO_AFFINE, slope=1.0, **sides)[0]
         for end, sides in ends
     ]
     received = shard.exchange(*(plane.squeeze(2).permute(0, 2, 3, 1) for plane in sent))
     sums = []
     for (end, _), plane in zip(ends, received, strict=True):
         if plane is not None:
-            more, of_x = plane.permute(0, 3, 1, 2).unsqueeze(2), laid_out(_plane(x, end))
-            _plane(dx, end).add_(more)
+            more, of_x = plane.permute(0, 3, 1, 2).unsqueeze(2), laid_out(end_plane(x, end))
+            end_plane(dx, end).add_(more)
             sums.append(stages_for(of_x).sums(more, of_x, *affine, slope=slope))
     return sums
-
-
-def _plane(x: Tensor, end: int) -> Tensor:
-    """Return the first or last plane of a map, (N, C, 1, Y, Z)."""
-    return x.narrow(2, 0 if end == 0 else x.shape[2] - 1, 1)
