@@ -220,15 +220,15 @@ def _ranks_ahead(
 
     Otherwise they would begin to load it, which takes seconds, once this process has loaded it.
     """
-    from unet3d.distributed.commands import loading_ahead
-    from unet3d.distributed.launcher import variables_of_ranks
-
     parallel = settings.config.parallel
     devices = parallel.devices or ()
     are_many = len(images) > 1 or os.path.isdir(images[0])
     suits = parallel.mode == "spatial" or (parallel.mode in ("auto", "data") and are_many)
     if len(devices) < 2 or not suits or ranks.world_size > 1:
         return nullcontext()
+    from unet3d.distributed.commands import loading_ahead
+    from unet3d.distributed.launcher import variables_of_ranks
+
     variables = variables_of_ranks(len(devices), on_gpus="cpu" not in devices)
     return loading_ahead(WAITING_COMMAND, len(devices), variables)
 
