@@ -55,7 +55,7 @@ def test_commands_take_no_more_of_the_package_than_before(tmp_path):
     scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
     for command, most in (
         (("train", *SMALL, *phantoms, "--output", run), (155, 215)),
-        (("predict", scan, "--checkpoint", run), (98, 156)),
+        (("predict", scan, "--checkpoint", run), (99, 157)),
         (("report", run), (20, 39)),
     ):
         found = counted(*command)

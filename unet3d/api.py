@@ -31,6 +31,7 @@ from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import nibabel_labels, open_array, open_nibabel
 from unet3d.images.source import AS_STATED
 from unet3d.inference import prediction
+from unet3d.inference.job import Progress
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
@@ -249,7 +250,7 @@ def predict(
         return prediction.predict(
             request,
             Ranks.from_environment(),
-            prediction.Progress(),
+            Progress(),
             draw_preview,
             say=lambda line: logger.info("%s", line),
         )

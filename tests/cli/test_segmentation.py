@@ -17,7 +17,7 @@ from tests.cli.slow_prediction import READING, WINDOWS
 from tests.command_line import labels_of, names_in, refusal, run, scan_array, wait_until
 from tests.images.samples import noise, write_volume
 from unet3d.distributed import launcher
-from unet3d.inference import prediction
+from unet3d.inference import job
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.reading import read_json
@@ -92,7 +92,7 @@ def test_large_labels_are_in_a_file_beside_the_result(predicting, monkeypatch, c
     path = write_volume(Path("a.nii.gz"), scan_array((30, 20, 19)))
     arguments = (*predicting, path, *ALL_RESULTS, "-o")
     assert run(*arguments, "memory") == 0
-    monkeypatch.setattr(prediction, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(job, "LARGE_BYTES", 1000)
     assert run(*arguments, "out") == 0
     assert contents("out") == contents("memory") and len(contents("out")) == 4
     monkeypatch.setattr(os, "posix_fallocate", full)

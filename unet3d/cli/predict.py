@@ -286,12 +286,13 @@ def _run(asked: dict[str, Any], ranks: "Ranks", logs: bool = False) -> None:
     from unet3d.api import draw_preview
     from unet3d.cli.terminal_progress import TerminalProgress
     from unet3d.inference import prediction
+    from unet3d.inference.job import Progress
     from unet3d.inference.request import PredictionRequest
 
     request = PredictionRequest.of(asked)
     is_dealt = request.settings.get("parallel.mode") == "data"
     is_live = ranks.is_first and not is_dealt
-    progress = prediction.Progress() if logs else TerminalProgress(is_live=is_live)
+    progress = Progress() if logs else TerminalProgress(is_live=is_live)
     prediction.predict(request, ranks, progress, draw_preview)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from unet3d.cli.output import show_error
 from unet3d.errors import Unet3dError
-from unet3d.inference.prediction import Progress
+from unet3d.inference.job import Progress
 from unet3d.reports.tables import duration
 from unet3d.terminal import live_line
 
