@@ -41,10 +41,10 @@ _waiting: list[subprocess.Popen[str]] = []
 
 @contextmanager
 def loading_ahead(command: str, num_processes: int, variables: Mapping[str, str]) -> Iterator[None]:
-    """Start processes for the next commands with these environment variables at the latest now.
+    """Start processes for the next commands, with the variables that PyTorch reads when it loads.
 
     They load PyTorch while this process does. Their ``command`` then reads a line from stdin: the
-    arguments of the actual command, and further variables. Processes that were not needed are
+    arguments of the actual command, and further variables. Processes that no command needed are
     killed when the context ends, or by :func:`end_waiting`.
     """
     try:

@@ -20,11 +20,14 @@ class Measured:
     found: PreparedImage
 
 
-def measured(image: Image, preprocessing: Preprocessing, is_cropped: bool = True) -> Measured:
-    """Measure an image, or refuse it with a VolumeError; some networks expect it cropped."""
+def measured(image: Image, preprocessing: Preprocessing, *, crops: bool = True) -> Measured:
+    """Measure an image, or refuse it with a VolumeError.
+
+    For networks that were trained on images cut to their nonzero voxels, it is cut, if ``crops``.
+    """
     _refuse_channels(image, preprocessing)
     seen = image.as_stored() if preprocessing.orientation == "stored" else image
-    box = kept_box(seen, preprocessing) if is_cropped else whole_box(seen.geometry.shape)
+    box = kept_box(seen, preprocessing) if crops else whole_box(seen.geometry.shape)
     try:
         found = PreparedImage(seen.cut(box), preprocessing)
     except VolumeError as error:

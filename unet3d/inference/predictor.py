@@ -204,7 +204,7 @@ class Predictor:
                 f"{image.geometry.path} cannot be segmented in blocks: the network normalises "
                 "intensities by a mask of the whole image; write to another format, such as .nii.gz"
             )
-        whole = measured(image, self.preprocessing, is_cropped=False)
+        whole = measured(image, self.preprocessing, crops=False)
         self._warn(whole)
         return whole.found
 
