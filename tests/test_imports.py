@@ -16,51 +16,61 @@ from tests.command_line import SMALL, process_environment, scan_array
 from tests.images.samples import write_volume
 
 COUNT = """
-import sys, threading
-ran = set()
-def note(frame, event, argument):
-    code = frame.f_code
-    if event == "call" and not code.co_name.startswith("<"):  # the body of a module, a class
-        if code.co_flags & 1 and code.co_filename.endswith(".py"):
+import ast, contourpy, monai.metrics, nibabel, os, scipy.ndimage, sys, tensorboard, threading
+import torch._dynamo, torch.distributed, matplotlib.pyplot
+
+def counted(words):
+    ran = set()
+    def note(frame, event, argument):
+        code = frame.f_code
+        if code.co_flags & 1 and not code.co_name.startswith("<"):  # no body of a module, a class
             ran.add(code.co_filename)
-threading.setprofile(note)
-sys.setprofile(note)
-from unet3d.cli.app import main
-try:
-    main()
-except SystemExit as ending:
-    assert not ending.code, ending.code
-sys.setprofile(None)
-import unet3d
-root = unet3d.__path__[0] + "/"
-loaded = [name for name in sys.modules if name.partition(".")[0] == "unet3d"]
-print("modules", len([name for name in ran if name.startswith(root)]), len(loaded))
+    threading.settrace(note)
+    sys.settrace(note)
+    from unet3d.cli.app import main
+    sys.argv = words
+    try:
+        main()
+    except SystemExit as ending:
+        assert not ending.code, ending.code
+    sys.settrace(None)
+    import unet3d
+    root = unet3d.__path__[0] + "/"
+    modules = [name for name in ran if name.startswith(root) and name.endswith(".py")]
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "unet3d"]
+    print("counted", len(modules), len(loaded), flush=True)
+
+for words in ast.literal_eval(sys.argv[1]):
+    if not os.fork():
+        counted(words)
+        os._exit(0)
+    os.wait()
 """
-
-
-def counted(*arguments: object) -> tuple[int, int]:
-    """Return how many modules ``unet3d ARGUMENTS`` runs, and how many it imports."""
-    command = [sys.executable, "-c", COUNT, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=process_environment(), timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    _, num_run, num_loaded = done.stdout.splitlines()[-1].split()
-    return int(num_run), int(num_loaded)
+"""Each command runs in a fork of a process that has imported other packages only."""
 
 
 def test_commands_take_no_more_of_the_package_than_before(tmp_path):
     phantoms = ("--set", "data.phantom_shape=16,16,16")
     run = tmp_path / "run"
     scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
-    for command, most in (
-        (("train", *SMALL, *phantoms, "--output", run), (155, 215)),
-        (("predict", scan, "--checkpoint", run), (99, 157)),
-        (("report", run), (20, 39)),
-    ):
-        found = counted(*command)
-        assert all(one <= limit for one, limit in zip(found, most, strict=True)), (
-            f"{command[0]}: {found} modules run and are loaded, at most {most}"
+    commands = {
+        ("train", *SMALL, *phantoms, "--output", run): (155, 215),
+        ("predict", scan, "--checkpoint", run): (99, 157),
+        ("report", run): (20, 39),
+    }
+    words = [["unet3d", *map(str, command)] for command in commands]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(words)],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        timeout=240,
+    )
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("counted")]
+    assert len(found) == len(commands), done.stderr
+    for (command, most), numbers in zip(commands.items(), found, strict=True):
+        assert all(int(one) <= limit for one, limit in zip(numbers, most, strict=True)), (
+            f"{command[0]}: {numbers} modules run and are loaded, at most {most}"
         )
 
 
