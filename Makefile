@@ -19,7 +19,7 @@ test: lint
 	$(PYTEST)
 
 nightly: lint
-	$(PYTEST) -m ""
+	UNET3D_EXAMPLES=150 $(PYTEST) -m ""
 
 lint: .venv/tools
 	$(BIN)/ruff check

@@ -21,6 +21,7 @@ SMALL = (
     *("--devices", "cpu", "--epochs", "1", "--set", "data.num_workers=0"),
     *("--set", "patches.size=8,8,8", "--set", "training.steps_per_epoch=2"),
     *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
+    *("--set", "training.batch_size=2"),
 )
 """Options with which ``unet3d train`` takes a second."""
 

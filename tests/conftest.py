@@ -10,6 +10,7 @@ import pytest
 from unet3d.memory.allocator import use_expandable_segments
 
 use_expandable_segments()  # as the command line does
+gc.disable()  # until all tests are collected
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,6 +33,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude the half million objects that imports have made from later garbage collections."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "50"))
 """Examples of each property test."""
 
 HOSTILE: list[Any] = [

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)])
+@pytest.mark.nightly
 def test_resnet50_in_two_stages(devices, tmp_path, monkeypatch, capsys):
     """Run the example's file in this process, which has imported MONAI already."""
     picture, record_path = tmp_path / "times.png", tmp_path / "times.json"

@@ -147,6 +147,7 @@ except Interrupted as interruption:
 """
 
 
+@pytest.mark.nightly
 def test_a_signal_interrupts_no_counting_of_allocations(tmp_path):
     """Some of PyTorch's operations would end the process by SIGABRT."""
     done = in_a_program(COUNTS, tmp_path)

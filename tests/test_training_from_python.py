@@ -23,16 +23,16 @@ from tests.trainings import (
     SMALL,
     assert_same_validation,
     assert_same_weights,
+    bare,
     before_steps,
     losses,
     weights,
-    without_pictures,
     words,
 )
 from unet3d import api
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, DeviceError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted
-from unet3d.training import job
+from unet3d.training import cores, job
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
     """An empty current folder for the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with without_pictures():
+    with bare():
         yield tmp_path
 
 
@@ -58,7 +58,8 @@ def train(output, cache, settings=(), **more):
 def undisturbed(cache, tmp_path_factory):
     """The run of the command with which other runs are compared."""
     folder = tmp_path_factory.mktemp("command") / "run"
-    assert run(*words(folder, cache), "--devices", "cpu", "--quiet") == 0
+    with bare():
+        assert run(*words(folder, cache), "--devices", "cpu", "--quiet") == 0
     return folder
 
 
@@ -126,6 +127,7 @@ def test_a_program_stays_as_it_was(folder, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="unet3d")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(64)
+    monkeypatch.setattr(cores, "num_cores", lambda: 1)  # two threads would wait for each other
     try:
         before = _state()
         tiny = {"data.phantom_shape": "16,16,16", "patches.size": "8,8,8"}  # other phantoms

@@ -18,7 +18,7 @@ from tests.plain_network import (
     plain_gradients,
     plain_logits,
 )
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.conv.hopper import api, op
@@ -37,7 +37,7 @@ FLAT = {"kernels": "anisotropic"}
 NETWORKS: list[dict[str, object]] = [{}, RESIDUAL, {"norm": "group"}, FLAT, TRAINED_ELSEWHERE]
 
 
-@pairwise(
+@each_value(
     options=NETWORKS,
     stages=[(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))],
     batch=[(1, 1), (3, 2), (5, 3), (5, 5)],
@@ -52,7 +52,7 @@ def test_spreading_is_transparent(options, stages, batch, loss_fn):
     assert_close(executor.predict(image), plain_logits(topology, num_samples), "logits")
 
 
-@pairwise(
+@each_value(
     options=[
         *NETWORKS,
         {"norm": "batch"},
@@ -79,7 +79,7 @@ def test_what_is_made_again_is_transparent(options, recompute, cuts, loss_fn, mo
 THREE_UNITS = {"units": (3, 3, 2), "decoder_units": (3, 3), "deep_supervision": True}
 
 
-@pairwise(
+@each_value(
     options=[{}, RESIDUAL, FLAT, THREE_UNITS, TRAINED_ELSEWHERE, {"norm": "group"}],
     recompute=["norm", "level", "off"],
     stages=[(1, None), (2, None), (2, (9,)), (4, (1, 5, 7))],
@@ -127,7 +127,7 @@ def test_maps_that_are_never_normalised_are_transparent(
     assert fused and any(fused) == (topology.norm == "instance")
 
 
-@pairwise(
+@each_value(
     joins_samples=[False, True],
     regions=[(), NESTED],
     deep_supervision=[False, True],
@@ -144,7 +144,7 @@ def test_ignored_voxels_and_regions_are_transparent(
     check_step(topology, num_samples, loss_fn, ignores=True, **layout)
 
 
-@pairwise(loss_fn=[PER_SAMPLE, BATCH_DICE], num_micro_batches=[1, 2])
+@each_value(loss_fn=[PER_SAMPLE, BATCH_DICE], num_micro_batches=[1, 2])
 def test_a_scale_changes_gradients_but_not_the_reported_loss(loss_fn, num_micro_batches):
     image, target = make_batch(3)
     loss, gradients, _ = plain_gradients(make_topology(), 3, loss_fn)

@@ -24,6 +24,7 @@ from unet3d.parallel import ParallelDims
 from unet3d.reports import figures
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training import final_validation, recording
 from unet3d.training.initialising import network_to_begin_with
 from unet3d.training.job import train_run
 from unet3d.training.plan import Plan, Run
@@ -33,6 +34,7 @@ SMALL = (
     "data.num_folds=20",  # one of 20 cases is for validation
     "data.num_workers=0",
     "patches.size=16,16,16",
+    "training.batch_size=2",  # planning it takes half a second
     "training.steps_per_epoch=4",
     "patches.augmentation=nnunet",  # also on CPUs, whose default is less
     "model.base_channels=4",
@@ -48,14 +50,14 @@ def settings(cache, *overrides):
     return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
 
 
-def run(config, folder, resume=False, pictures=False, console=None):
-    """Train in this process; without ``pictures`` their files are empty."""
+def run(config, folder, resume=False, is_bare=True, console=None):
+    """Train in this process, by default as :func:`bare` does."""
     own = RunFolder(folder)
     config, architecture = network_to_begin_with(config, own if resume else None)
     dims = ParallelDims.resolve(config.parallel)
     plan = Plan(config=config, dims=dims, architecture=architecture).placed()
     wanted = Run(plan=plan, folder=own, resume=resume)
-    with nullcontext() if pictures else without_pictures():
+    with bare() if is_bare else nullcontext():
         return train_run(wanted, Group(Ranks()), console or Console(quiet=True), console is None)
 
 
@@ -64,6 +66,17 @@ def without_pictures():
     """Leave picture files empty, because drawing takes half the time of a small training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "save_figure", lambda *_, **__: None)
+        patch.setattr(final_validation, "preview_figure", lambda _: None)
+        for name in ("memory_figure", "progress_figure"):
+            patch.setattr(recording, name, lambda *_: None)
+        yield
+
+
+@contextmanager
+def bare():
+    """Train without drawing and without predicting memory, which take longest."""
+    with without_pictures(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelDims, "predicts_memory", False)
         yield
 
 
@@ -149,18 +162,17 @@ def without_drawing(arguments):
         warm.run_command(arguments)
 
 
-def bare(arguments):
-    """Run ``unet3d ARGUMENTS`` without drawing and predicting memory, which take longest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParallelDims, "predicts_memory", False)
-        without_drawing(arguments)
+def run_bare(arguments):
+    """Run ``unet3d ARGUMENTS`` in a warm process, as :func:`bare` does."""
+    with bare():
+        warm.run_command(arguments)
 
 
 def start_warm(folder, cache, *overrides):
     """Like :func:`start`, in a forked process that does nothing else; see :func:`bare`."""
     resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
     changes = ("training.save_every_seconds=0", *overrides)
-    return warm.call(bare, [*words(folder, cache, *changes), *resume])
+    return warm.call(run_bare, [*words(folder, cache, *changes), *resume])
 
 
 def start(folder, cache, *overrides):

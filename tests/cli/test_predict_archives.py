@@ -13,6 +13,7 @@ from tests.cli.slow_prediction import WINDOWS
 from tests.command_line import names_in, refusal, wait_until
 from tests.images.samples import noise, write_volume
 from tests.nnunet.models import archive_of, content_of, write_model
+from tests.products import by_night
 from unet3d.cli.predict import predict
 
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
@@ -42,7 +43,7 @@ def archive(folder):
     return archive_of(model, Path("weights/Task.zip"))
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", ["cpu,cpu", *by_night("cpu")])
 def test_a_network_is_called_by_its_place_in_the_archive(devices, archive, temporary):
     done = warm.run(["predict", "scans", *OPTIONS, "--devices", devices])
     assert done.returncode == 0, done.stderr
@@ -79,7 +80,7 @@ def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch,
     assert not list(temporary.glob(".unfinished-*"))
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL", *by_night("SIGTERM", "SIGHUP")])
 def test_the_copy_goes_however_the_command_ends(number, archive, temporary):
     arguments = ["predict", "scans", *OPTIONS, "--probabilities", "--devices", "cpu"]
     process = warm.call(slow_prediction.predict, arguments, 0, 2)

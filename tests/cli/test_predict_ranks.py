@@ -25,6 +25,7 @@ from tests.command_line import (
 from tests.images.samples import noise, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
+from tests.products import by_night
 
 SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
 DEALT = ("--devices", "cpu,cpu")
@@ -54,8 +55,8 @@ def scans(folder):
 @pytest.mark.parametrize(
     ("options", "precision", "num_networks"),
     [
-        (("--overlap", "0.4", "--window", "12,16,8", "--tta"), "float32", 1),
         (("--window", "whole", "--statistics", "--preview", "--no-postprocessing"), "float64", 2),
+        *by_night((("--overlap", "0.4", "--window", "12,16,8", "--tta"), "float32", 1)),
     ],
 )
 def test_ranks_write_the_files_of_one_process(scans, options, precision, num_networks):
@@ -153,20 +154,15 @@ def assert_nothing_half():
         assert name.endswith(".nii.gz") and labels_of(f"out/{name}").shape == SHAPE
 
 
-by_night = pytest.mark.nightly
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "number"),
     [
-        pytest.param(SPATIAL, 0, signal.SIGKILL, marks=by_night),
         (SPATIAL, 1, signal.SIGKILL),
-        (DEALT, 0, signal.SIGKILL),
-        pytest.param(DEALT, 1, signal.SIGKILL, marks=by_night),
-        (SPATIAL, None, signal.SIGINT),
-        pytest.param(SPATIAL, None, signal.SIGTERM, marks=by_night),
-        pytest.param(DEALT, None, signal.SIGINT, marks=by_night),
-        (DEALT, None, signal.SIGTERM),
+        *by_night((SPATIAL, 0, signal.SIGKILL), (DEALT, 0, signal.SIGKILL)),
+        *by_night(
+            (DEALT, 1, signal.SIGKILL), (DEALT, None, signal.SIGINT), (DEALT, None, signal.SIGTERM)
+        ),
+        *by_night((SPATIAL, None, signal.SIGINT), (SPATIAL, None, signal.SIGTERM)),
     ],
 )
 def test_a_killed_rank_or_a_signal_ends_all_and_says_what_is_left(checkpoint, how, rank, number):

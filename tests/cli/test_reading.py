@@ -23,6 +23,7 @@ TINY = [
     *("--set", "data.num_workers=0", "--set", "patches.size=8,8,8"),
     *("--set", "training.steps_per_epoch=1", "--set", "model.base_channels=4"),
     *("--set", "model.num_levels=2", "--set", "data.num_folds=2"),
+    *("--set", "training.batch_size=2"),
 ]
 
 STATED = ("--spacing", "40,8,8nm")

@@ -16,6 +16,7 @@ from tests.cli import slow_prediction
 from tests.cli.slow_prediction import READING, WINDOWS
 from tests.command_line import labels_of, names_in, refusal, run, scan_array, wait_until
 from tests.images.samples import noise, write_volume
+from tests.products import by_night
 from unet3d.distributed import launcher
 from unet3d.inference import job
 from unet3d.inference.predictor import Predictor
@@ -64,6 +65,7 @@ def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
         assert contents("out") == made
 
 
+@pytest.mark.nightly
 def test_results_that_are_cut_off_are_made_again(scan, predicting, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out", "--continue")
     assert run(*arguments) == 0
@@ -118,7 +120,7 @@ def test_files_for_which_there_is_no_space_are_named(scan, predicting, monkeypat
     assert not names_in("disk") and not names_in("out")
 
 
-@pytest.mark.parametrize("ending", [".nii.gz", ".json", ".png"])
+@pytest.mark.parametrize("ending", [".nii.gz", *by_night(".json", ".png")])
 def test_without_space_for_one_result_there_is_none(scan, predicting, ending, monkeypatch, capsys):
     """Otherwise the same command would be refused, because only some of the results exist."""
     write_bytes, save = Path.write_bytes, Figure.savefig

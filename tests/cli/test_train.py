@@ -18,10 +18,10 @@ from tests.process_trees import assert_all_end, family_of
 from tests.ranks import rank_variables
 from tests.trainings import (
     assert_same_weights,
+    bare,
     contents,
+    run_bare,
     weights,
-    without_drawing,
-    without_pictures,
 )
 from unet3d.atomic import append, write_atomically
 from unet3d.config import load_config
@@ -32,8 +32,8 @@ TRAINING = ("train", "data", *SMALL, "--output", "run")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
-    """Skip drawing, which is tested elsewhere."""
-    with without_pictures():
+    """Skip drawing and predicting memory, which are tested elsewhere."""
+    with bare():
         yield
 
 
@@ -71,34 +71,14 @@ def test_settings_that_cannot_be_are_explained(capsys):
 def test_options_override_the_file_and_change_their_settings(own_run, data, monkeypatch):
     asked = []
     monkeypatch.setattr(job, "start_training", lambda request, *_: asked.append(request))
-    status = run(
-        *("train", data, "--parallel", "model", "--devices", "cpu,cpu,cpu,cpu"),
-        *(
-            "--batch-size",
-            6,
-            "--micro-batches",
-            3,
-            "--set",
-            "parallel.cuts=time",
-            "--replicas",
-            2,
-        ),
-        *(
-            "--set",
-            "memory.offload=skips",
-            "--max-restarts",
-            4,
-            "--epochs",
-            7,
-            "--fold",
-            1,
-            "--seed",
-            5,
-        ),
-        *("--init", own_run, "--output", "new", "--config", CONFIGS / "hippocampus-cpu.yaml"),
-        *("--set", "training.learning_rate=0.5", "--set", "training.learning_rate=0.25"),
+    options = (
+        "--parallel model --devices cpu,cpu,cpu,cpu --batch-size 6 --micro-batches 3 --replicas 2 "
+        "--max-restarts 4 --epochs 7 --fold 1 --seed 5 --output new --set parallel.cuts=time "
+        "--set memory.offload=skips --set training.learning_rate=0.5 "
+        "--set training.learning_rate=0.25"
     )
-    assert status == 0
+    file = ("--config", CONFIGS / "hippocampus-cpu.yaml")
+    assert run("train", data, *options.split(), "--init", own_run, *file) == 0
     (request,) = asked
     assert request.output == Path("new")
     config = load_config(request.config_path, request.changes)
@@ -138,14 +118,14 @@ def test_a_run_begins_with_the_network_of_another_one(capsys, caplog):
 
 def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet():
     write_msd(Path("data"), num_cases=5)
-    done = warm.run_call(without_drawing, [*TRAINING, "--epochs", "3"])
+    done = warm.run_call(run_bare, [*TRAINING, "--epochs", "3"])
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("epoch ")]
     assert [line.split(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert "\x1b" not in done.stdout + done.stderr  # no colours in a log
     assert done.stdout.splitlines()[-1].endswith("unet3d report run")
     going_on = ["train", "--resume", "--output", "run", "--epochs", "4", "--quiet"]
-    quiet = warm.run_call(without_drawing, going_on)
+    quiet = warm.run_call(run_bare, going_on)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert json.loads(Path("run/summary.json").read_text())["epochs"] == 4
 

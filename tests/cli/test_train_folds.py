@@ -12,7 +12,7 @@ import pytest
 from tests import warm
 from tests.command_line import names_in, refusal, wait_until
 from tests.process_trees import assert_all_end, children_of, family_of
-from tests.trainings import assert_same_weights, contents, without_drawing
+from tests.trainings import assert_same_weights, contents, run_bare
 from unet3d.config import load_config
 from unet3d.runs.finding import recorded_folds
 from unet3d.training import folds
@@ -21,13 +21,14 @@ CHANGES = (
     *("data.phantom_shape=16,16,16", "data.num_workers=0"),
     *("patches.size=8,8,8", "model.base_channels=4", "model.num_levels=2", "data.num_folds=3"),
     *("training.steps_per_epoch=2", "training.learning_rate=0.05"),
+    "training.batch_size=2",
     "training.precision=float32",  # the default is measured, and load can change it
 )
 SMALL = tuple(word for one in CHANGES for word in ("--set", one))
 
 
 def start(*words):
-    return warm.call(without_drawing, [*map(str, words)])
+    return warm.call(run_bare, [*map(str, words)])
 
 
 def train(*words):
@@ -82,6 +83,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     assert predicted.stdout.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
 
+@pytest.mark.nightly
 def test_folds_on_several_devices_train_at_the_same_time():
     options = (*SMALL, "--devices", "cpu,cpu", "--output", "folds")
     status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
@@ -104,7 +106,8 @@ def test_folds_on_several_devices_train_at_the_same_time():
     assert json.loads(Path("folds/folds.json").read_text()) == {"folds": [0, 1]}
 
 
-@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.nightly
 def test_a_signal_stops_all_folds_and_they_go_on(devices):
     words = (*SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
     process = start("train", *words, "--output", "folds")

@@ -60,6 +60,7 @@ def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(tmp_path, monke
         launch(["--version"], tmp_path, max_restarts=1, purpose=purpose, **ALONE)
 
 
+@pytest.mark.nightly
 def test_ranks_import_what_the_process_that_starts_them_can(tmp_path):
     start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
     absolute, inserted = tmp_path / "absolute", tmp_path / "inserted"

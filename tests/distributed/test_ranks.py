@@ -15,6 +15,7 @@ import torch
 from tests import warm
 from tests.distributed import rank_training
 from tests.process_trees import family_of, is_open_to_others, listening_sockets
+from tests.products import by_night
 from tests.ranks import environment
 from tests.trainings import assert_same_validation, losses, run, settings, weights, words
 from unet3d.distributed import ranks
@@ -91,7 +92,7 @@ def continued(name, begun, cache, folder, *changes):
     return Spread(name=name, folder=run_folder, kept=kept, sockets=sockets)
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=["data", *by_night("hybrid", "spatial")])
 def spread(request, alone, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     begun = alone.with_name("begun")

@@ -50,7 +50,8 @@ def test_restarted_ranks_continue_their_own_run_only(tmp_path, restart_count):
         store,
     )
     (tmp_path / "checkpoint-latest.pt").touch()  # a file of another run
-    request = Request(output=tmp_path)
+    quick = {"parallel.mode": "none", "patches.size": (8, 8, 8), "training.batch_size": 2}
+    request = Request(output=tmp_path, changes=quick)
     assert not choose_run(request, group).resume
     group.begin(str(tmp_path))
     assert choose_run(request, group).resume

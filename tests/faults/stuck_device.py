@@ -4,7 +4,7 @@ import os
 import time
 from functools import partial
 
-from tests.trainings import bare
+from tests.trainings import run_bare
 from unet3d.distributed import watch
 from unet3d.inference.request import PredictionRequest
 
@@ -42,4 +42,4 @@ def run(words, stuck, limit=None):
         PredictionRequest.placement = property(with_limit)  # type: ignore[assignment]
     if stuck is not None:
         watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
-    bare(words)
+    run_bare(words)

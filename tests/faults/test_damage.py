@@ -8,7 +8,8 @@ import pytest
 from tests.command_line import SMALL, run
 from tests.faults.amounts import seeds
 from tests.images.samples import noise, write_msd, write_volume
-from tests.trainings import without_pictures
+from tests.trainings import bare
+from unet3d.planning import placements
 
 TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache")
 COMMANDS = (
@@ -41,7 +42,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     write_msd(folder / "data", num_cases=3, shape=(12, 12, 12))
     write_volume(folder / "scan.nii.gz", noise((12, 11, 10)))
-    with pytest.MonkeyPatch.context() as patch, without_pictures():
+    with pytest.MonkeyPatch.context() as patch, bare():
         patch.chdir(folder)
         assert run(*TRAINING) == 0
     return folder
@@ -50,7 +51,8 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def folder(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(shutil.copytree(whole, tmp_path / "copy"))
-    with without_pictures():
+    monkeypatch.setattr(placements, "largest_size", lambda *_: None)  # the search takes long
+    with bare():
         yield tmp_path / "copy"
 
 

@@ -14,6 +14,7 @@ from tests.faults.amounts import seeds
 from tests.faults.whole_files import assert_whole
 from tests.images.samples import noise, write_msd, write_volume
 from tests.networks import write_checkpoint
+from tests.products import by_night
 
 COMMANDS = {
     "train": (*trainings.words(Path("run"), Path("cache"), "training.epochs=2"), "data"),
@@ -77,9 +78,7 @@ def assert_told(ended, words):
 
 
 @pytest.mark.parametrize("seed", seeds(share=0.5))
-@pytest.mark.parametrize(
-    "command", ["train", "predict", "evaluate", pytest.param("plan", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("command", ["train", "evaluate", *by_night("predict", "plan")])
 def test_a_full_disk_is_one_line_and_leaves_nothing_half(command, seed, inputs):
     words = COMMANDS[command]
     free_kib = 4 * random.Random(seed).randint(0, NEEDED_KIB[command] // 4)

@@ -20,7 +20,7 @@ from tests.faults.whole_files import assert_whole
 from tests.images.samples import noise, write_msd, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, family_of
-from tests.trainings import assert_same_weights, bare, losses, words
+from tests.trainings import assert_same_weights, losses, run_bare, words
 
 MAX_KILLS = 2
 """How often one command is killed before it may end."""
@@ -101,7 +101,7 @@ def start(name, folder):
     _, arguments = WORKS[name]
     if (folder / RUN / "checkpoint-latest.pt").exists():
         arguments = [*arguments, "--resume"]
-    return warm.call(bare, arguments, cwd=folder)
+    return warm.call(run_bare, arguments, cwd=folder)
 
 
 def assert_succeeds(process):
@@ -126,6 +126,7 @@ def kill(process, choices):
 
 
 @pytest.mark.parametrize("seed", seeds())
+@pytest.mark.nightly
 def test_a_kill_at_any_moment_loses_nothing(seed, tmp_path, undisturbed):
     choices = random.Random(seed)
     name = list(WORKS)[seed % len(WORKS)]

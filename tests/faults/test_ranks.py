@@ -100,7 +100,7 @@ def assert_goes_on(folder, cache, mode=None):
     ("mode", "loss", "devices"),
     [
         ("data", signal.SIGKILL, CPUS),
-        ("spatial", signal.SIGSTOP, CPUS),
+        pytest.param("spatial", signal.SIGSTOP, CPUS, marks=by_night),
         pytest.param("data", signal.SIGSTOP, CPUS, marks=by_night),
         pytest.param("spatial", signal.SIGKILL, CPUS, marks=by_night),
         pytest.param("data", signal.SIGSTOP, GPUS, marks=on_gpus),
@@ -119,6 +119,7 @@ def test_a_lost_rank_is_named(mode, loss, devices, cache, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
+@pytest.mark.nightly
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode, cache, tmp_path):
     folder = tmp_path / "run"
     changes = (*SMALL, "training.epochs=5", "training.precision=float64")
@@ -138,7 +139,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode,
     ("mode", "number", "devices"),
     [
         ("spatial", signal.SIGTERM, CPUS),
-        ("data", signal.SIGINT, CPUS),
+        pytest.param("data", signal.SIGINT, CPUS, marks=by_night),
         pytest.param("spatial", signal.SIGINT, CPUS, marks=by_night),
         pytest.param("data", signal.SIGTERM, CPUS, marks=by_night),
         pytest.param("spatial", signal.SIGTERM, GPUS, marks=on_gpus),

@@ -254,6 +254,7 @@ def begin(path, seconds=0.05):
     return subprocess.Popen([sys.executable, "-c", WORKER, str(path), str(seconds)])
 
 
+@pytest.mark.nightly
 def test_a_frozen_process_harms_nothing(tmp_path, monkeypatch):
     path = tmp_path / "labels.ome.zarr"
     new_store(path)

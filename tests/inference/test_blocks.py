@@ -8,6 +8,7 @@ import pytest
 
 from tests.images.samples import write_volume
 from tests.networks import place, random_checkpoint
+from tests.products import by_night
 from unet3d.config import InferenceSettings
 from unet3d.images.image import open_image
 from unet3d.preparation.prepared_image import PreparedImage
@@ -33,10 +34,9 @@ def scan(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "side"),
     [
-        ({}, (16, 16, 16)),
         ({}, (40, 13, 21)),
-        ({"batch_size": 1}, (40, 13, 21)),
         ({"overlap": 0.3}, (7, 29, 33)),
+        *by_night(({}, (16, 16, 16)), ({"batch_size": 1}, (40, 13, 21))),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

@@ -11,6 +11,7 @@ from scipy.spatial.transform import Rotation
 
 from tests.images.orientations import turn_to
 from tests.inference.distances import cube, hd95_by_hand, nearest_mm, tilted
+from tests.products import each_value
 from unet3d.config import Reading
 from unet3d.datasets.labels import EVERY_VALUE, ScoredLabels, values_of
 from unet3d.errors import VolumeError
@@ -197,21 +198,21 @@ def pair_of(folder, values, dtypes, chunks):
     ]
 
 
-@pytest.mark.parametrize("voxels_of_a_box", [500, 2**20])
-@pytest.mark.parametrize("chunks", [((8, 8, 8), (16, 8, 4)), ((7, 9, 11), (1, 44, 50))])
-@pytest.mark.parametrize(
-    ("values", "dtypes", "scored"),
-    [
+@each_value(
+    values_dtypes_and_scored=[
         ((1, 2, 3), (np.uint8, np.int64), ScoredLabels(names={(1, 3): "a", 3: "b"}, ignore=2)),
         ((1, 300, 4000), (np.uint16, ">i2"), EVERY_VALUE),
         ((5, 70_000, 2**31 - 1), (np.uint64, np.int32), EVERY_VALUE),
         ((-7, 9), (np.int16, np.int16), ScoredLabels(ignore=9, left_out=frozenset([-7]))),
         ((1,), (bool, np.uint8), ScoredLabels(names={(1, 2): "both"})),
     ],
+    chunks=[((8, 8, 8), (16, 8, 4)), ((7, 9, 11), (1, 44, 50))],
+    voxels_of_a_box=[3000, 2**20],
 )
 def test_counts_and_boxes_are_numpys(
-    tmp_path, values, dtypes, scored, chunks, voxels_of_a_box, monkeypatch
+    tmp_path, values_dtypes_and_scored, chunks, voxels_of_a_box, monkeypatch
 ):
+    values, dtypes, scored = values_dtypes_and_scored
     monkeypatch.setattr(image, "PIECE_VOXELS", voxels_of_a_box)
     paths = pair_of(tmp_path, values, dtypes, chunks)
     found = overlaps_in(open_pair(*paths), scored)
@@ -231,6 +232,7 @@ def test_counts_and_boxes_are_numpys(
 
 
 @pytest.mark.parametrize("codes", ["LPS", "PIR"])
+@pytest.mark.nightly
 def test_a_pair_of_two_formats_has_the_axes_of_the_label_map(tmp_path, codes, monkeypatch):
     monkeypatch.setattr(image, "PIECE_VOXELS", 500)
     prediction, label = blocks(0, (1, 2), np.uint8), blocks(1, (1, 2), np.float32)

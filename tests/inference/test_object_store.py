@@ -155,6 +155,7 @@ def test_a_bucket_gets_the_labels_of_a_folder(trained, tmp_path, store):
 
 
 @pytest.mark.parametrize("conditions", ["ignored", "refused"])
+@pytest.mark.nightly
 def test_a_store_without_conditional_writes_takes_parts(trained, tmp_path, store, conditions):
     store.conditions = conditions
     with pytest.raises(ConfigError, match="without conditional writes, .*--part K/N"):

@@ -14,6 +14,7 @@ from tests.images.samples import noise, write_volume
 from tests.inference.blending import blended
 from tests.mutations import property_test
 from tests.networks import place, random_checkpoint, reseeded, set_to
+from tests.products import by_night
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
@@ -71,7 +72,7 @@ def test_a_warm_up_asks_for_no_memory_of_the_host(monkeypatch):
     logits.warm_up()
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [True, *by_night(False)])
 def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     late, tmp_path, monkeypatch, caplog
 ):
@@ -152,9 +153,11 @@ def folds(count):
 @pytest.mark.parametrize(
     ("shape", "batch_size", "devices", "sizes"),
     [
-        ((21, 28, 20), 3, ("cpu",), [(16, 16, 12)] * 3),
-        ((17, 18, 36), 100, ("cpu", "cpu"), [(16, 16, 12)] * 3),
         ((18, 17, 24), 3, ("cpu",), [(16, 16, 12), (8, 8, 8), (16, 16, 12)]),
+        *by_night(
+            ((21, 28, 20), 3, ("cpu",), [(16, 16, 12)] * 3),
+            ((17, 18, 36), 100, ("cpu", "cpu"), [(16, 16, 12)] * 3),
+        ),
     ],
     ids=str,
 )

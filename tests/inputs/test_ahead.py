@@ -91,6 +91,7 @@ def test_a_thread_that_could_not_start_does_not_matter_at_the_end(monkeypatch):
     module._end_work()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("work", ["time.sleep", "lambda _: [numbers.sort() for _ in range(20)]"])
 def test_a_process_that_ends_waits_for_it_only_shortly(work):
     """PyTorch would abort a process that ends during its work."""

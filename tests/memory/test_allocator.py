@@ -39,6 +39,7 @@ def page_faults(*arguments: str, **variables: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.nightly
 def test_freed_memory_is_used_again():
     by_default = page_faults()
     assert by_default > 300  # 64 MiB are 16,384 pages, or 32 huge ones

@@ -12,6 +12,7 @@ from monai.networks.nets.resnet import resnet50
 from torch import nn
 from torch.nn import functional
 
+from tests.products import by_night
 from unet3d.errors import ConfigError, DeviceError, VolumeError
 from unet3d.model import (
     Block,
@@ -126,11 +127,10 @@ def make_batch(num_samples):
 @pytest.mark.parametrize(
     ("norm", "num_samples", "options"),
     [
-        ("batch", 3, {}),
         ("batch", 3, {"cuts": (1,)}),
         ("instance", 5, {"num_micro_batches": 3}),
-        ("instance", 2, {"num_micro_batches": 4}),
         ("batch", 2, {"devices": (CPU,) * 3, "recompute": "level"}),
+        *by_night(("batch", 3, {}), ("instance", 2, {"num_micro_batches": 4})),
     ],
     ids=str,
 )
@@ -257,6 +257,7 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
     assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), Layout(devices=(CPU, CPU))) == (2,)
 
 
+@pytest.mark.nightly
 def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):
     monkeypatch.setitem(graph.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)

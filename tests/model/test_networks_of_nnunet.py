@@ -7,7 +7,7 @@ import torch
 
 from tests.model.shapes import HALF, ONE, SHAPES, image_of, topology_of, without_plain_numbers
 from tests.nnunet.models import their_network
-from tests.products import pairwise
+from tests.products import each_value
 from tests.reference_network import Reference
 from unet3d.kernels import recompute
 from unet3d.kernels.conv import api, slabs
@@ -49,7 +49,7 @@ def assert_is_reference(network, image):
         assert error <= TOLERANCE * max(wanted.norm(), 1e-4 * largest), f"{name}: {error:.1e}"
 
 
-@pairwise(
+@each_value(
     shape=list(SHAPES),
     encoder=["plain", "residual"],
     memory=LAYOUTS,
@@ -73,7 +73,7 @@ def test_upsampling_and_convolution_as_one_have_the_bias(widths, monkeypatch):
     assert_is_reference(network_of(topology), image_of((4, 8, 8)))
 
 
-@pairwise(shape=list(SHAPES), num_samples=[1, 2], memory=LAYOUTS)
+@each_value(shape=list(SHAPES), num_samples=[1, 2], memory=LAYOUTS)
 def test_float32_on_a_cpu_takes_other_ways_to_the_same(shape, num_samples, memory):
     fields, size = SHAPES[shape]
     network = network_of(topology_of(**fields))
@@ -86,7 +86,7 @@ def test_float32_on_a_cpu_takes_other_ways_to_the_same(shape, num_samples, memor
         assert (level - wanted).norm() <= 1e-4 * wanted.norm()
 
 
-@pairwise(
+@each_value(
     shape=[name for name, (fields, _) in SHAPES.items() if "norm" not in fields],
     encoder=["plain", "residual"],
     has_bias=[False, True],

@@ -155,6 +155,7 @@ def test_weights_beyond_the_memory_of_the_host_are_refused():
     refuse_beyond_memory(WIDE)
 
 
+@pytest.mark.nightly
 def test_a_network_without_memory_needs_no_compiler():
     """Random numbers on the meta device would import a compiler, which takes a second."""
     script = (

@@ -34,32 +34,34 @@ RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 CASES = (
     # replicas, shards, samples of the batch, stages, micro-batches, whether the loss joins the sums
     # of samples (batch Dice), options; with joined sums some voxels are ignored
-    (2, 1, 5, 1, 1, False, {}),
     (3, 1, 5, 1, 3, False, RESIDUAL),
-    (3, 1, 2, 1, 1, False, {}),
-    (2, 1, 1, 2, 1, False, {}),
     (2, 1, 5, 3, 5, False, {"norm": "group", "deep_supervision": True}),
-    (2, 1, 5, 1, 3, True, {"deep_supervision": True, "norm": "group"}),
-    (3, 1, 2, 1, 1, True, RESIDUAL),
-    (2, 1, 1, 1, 2, True, {}),
-    (3, 1, 7, 2, 2, True, {}),
-    (2, 1, 3, 2, 2, False, {"kernels": "anisotropic"}),
-    (3, 1, 5, 2, 2, True, {"regions": NESTED}),
-    (2, 1, 5, 2, 2, False, {"overlaps": True}),
     (3, 1, 2, 1, 1, True, {"overlaps": True, **RESIDUAL}),
     (2, 1, 5, 1, 1, True, {"captured": True}),
-    (3, 1, 2, 2, 1, True, {"captured": True, **RESIDUAL}),
     (2, 1, 5, 1, 2, False, {"captured": True, "adds": True}),  # the second rank captures alone
+    (2, 2, 5, 1, 2, True, {"regions": NESTED, **TRAINED_ELSEWHERE}),
+    (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
+    (2, 1, 5, 1, 1, False, {}),
+    (3, 1, 2, 1, 1, False, {}),
+    (2, 1, 1, 2, 1, False, {}),
+    (2, 1, 5, 1, 3, True, {"deep_supervision": True, "norm": "group"}),
+    (3, 1, 2, 1, 1, True, RESIDUAL),
+    (3, 1, 7, 2, 2, True, {}),
+    (2, 1, 3, 2, 2, False, {"kernels": "anisotropic"}),
+    (2, 1, 5, 2, 2, False, {"overlaps": True}),
+    (3, 1, 2, 2, 1, True, {"captured": True, **RESIDUAL}),
     (1, 2, 1, 1, 1, False, {}),
     (2, 2, 5, 1, 2, False, {}),
     (2, 2, 1, 1, 1, False, {"norm": "group"}),
     (1, 2, 3, 1, 2, True, {"deep_supervision": True}),
     (2, 2, 3, 1, 2, True, RESIDUAL),
-    (2, 2, 1, 1, 1, True, {}),
-    (2, 2, 5, 1, 2, True, {"regions": NESTED, **TRAINED_ELSEWHERE}),
     (1, 2, 2, 1, 1, False, {"regions": NESTED, "kernels": "anisotropic"}),
-    (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
+    (3, 1, 5, 2, 2, True, {"regions": NESTED}),
+    (2, 1, 1, 1, 2, True, {}),
+    (2, 2, 1, 1, 1, True, {}),
 )
+BY_DAY = range(7)
+"""The cases that are run by day."""
 WAYS = ("captured", "overlaps", "adds")
 """Options for how steps are run; the other options are those of a topology."""
 STEPS = 2
@@ -237,7 +239,12 @@ def take_part(folder, numbers, work):
 def main(folder, kind):
     is_cuda = kind == "cuda"
     sizes = [2] * len(GPU_CASES) if is_cuda else [case[0] * case[1] for case in CASES]
+    chosen = {
+        "day": BY_DAY,
+        "night": range(len(BY_DAY), len(CASES)),
+        "cuda": range(len(GPU_CASES)),
+    }[kind]
     work = share_a_volume if is_cuda else take_steps
     for size in set(sizes):
-        numbers = [number for number, own in enumerate(sizes) if own == size]
+        numbers = [number for number in chosen if sizes[number] == size]
         assert not any(in_ranks(size, partial(take_part, Path(folder), numbers, work)))

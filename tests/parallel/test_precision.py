@@ -170,6 +170,7 @@ def test_a_cpu_is_measured_where_nothing_can_be_kept(timed, monkeypatch):
     assert len(timed[1]) == 4
 
 
+@pytest.mark.nightly
 def test_a_convolution_is_timed_in_both_types_without_drawing_numbers():
     before = torch.get_rng_state()
     with torch.inference_mode():

@@ -1,11 +1,13 @@
 """Replicas: each rank gets the gradients of the whole batch on one device."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from tests import warm
 from tests.parallel import rank_gradients
-from tests.parallel.rank_gradients import CASES, GPU_CASES, gpu_gradients
+from tests.parallel.rank_gradients import BY_DAY, CASES, GPU_CASES, gpu_gradients
 from tests.plain_network import (
     assert_close,
     assert_same_in_ranks,
@@ -30,7 +32,8 @@ def computed(folder, kind, **variables):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return computed(tmp_path_factory.mktemp("gradients"), "cpu")
+    """Return a function that runs the ranks of all cases by day or by night, once."""
+    return cache(lambda when: computed(tmp_path_factory.mktemp("gradients"), when))
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +42,21 @@ def gpu_answers(tmp_path_factory):
     return computed(tmp_path_factory.mktemp("gradients"), "cuda", CUDA_VISIBLE_DEVICES=gpus)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(own), marks=() if case in BY_DAY else pytest.mark.nightly)
+        for case, own in enumerate(CASES)
+    ],
+)
 def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers, case):
     num_replicas, num_shards, num_samples, _, _, joins_samples, own = CASES[case]
     options = {name: own[name] for name in own if name not in rank_gradients.WAYS}
     loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
     expected = plain_gradients(make_topology(**options), num_samples, loss, joins_samples)[:2]
     num_ranks = num_replicas * num_shards
-    found = [torch.load(answers / f"{case}-{rank}.pt") for rank in range(num_ranks)]
+    folder = answers("day" if case in BY_DAY else "night")
+    found = [torch.load(folder / f"{case}-{rank}.pt") for rank in range(num_ranks)]
     for by_rank in zip(*(steps for steps, _ in found), strict=True):
         assert_same_in_ranks(by_rank, *expected)
     mean = sum(range(num_ranks)) / num_ranks

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.patches.known_cases import PLAIN, make_loader, patch_settings
+from tests.products import by_night
 from unet3d.config import AugmentationSettings
 from unet3d.errors import DeviceError
 from unet3d.patches.augment.cut import Slab, shape_of
@@ -107,7 +108,7 @@ def test_thick_slices_are_divided(tmp_path, spacing_mm):
         check(whole, shards)
 
 
-@pytest.mark.parametrize("size", [(20, 18, 21), None], ids=str)
+@pytest.mark.parametrize("size", [(20, 18, 21), *by_night(None)], ids=str)
 def test_replicas_share_batches_and_shards_their_patches(tmp_path, size):
     """With workers, with fewer patches in a batch than replicas, and after a resume."""
     cases = real_cases(tmp_path)

@@ -78,6 +78,7 @@ def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change, kept):
     assert changed(change).keys() == VALUES.keys() - kept
 
 
+@pytest.mark.nightly
 def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
     config, _ = suited(None, ("data.phantom_shape=128,128,128",), 0)
     network = plan_without_data(config)

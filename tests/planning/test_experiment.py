@@ -19,6 +19,11 @@ from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
 from unet3d.preparation.check import examine
 
+pytestmark = pytest.mark.usefixtures("launched")
+
+FEW = "training.batch_size=2"
+"""A setting without which memory is predicted."""
+
 
 def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
     """Return settings, for a narrow network by default."""
@@ -60,7 +65,7 @@ def test_what_cannot_be_trained_is_refused_before_a_case_is_prepared(
     root = write_msd(tmp_path / "data", modality="CT")
     monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: pytest.fail("prepared"))
     with pytest.raises((ConfigError, DeviceError), match=reason):
-        plan_experiment(settings(tmp_path, root, *overrides), 0, num_stages, num_shards)
+        plan_experiment(settings(tmp_path, root, FEW, *overrides), 0, num_stages, num_shards)
 
 
 def test_the_resolved_configuration_names_every_choice(tmp_path):
@@ -130,8 +135,9 @@ def test_the_fold_is_that_of_the_datalist(tmp_path):
         assert len(experiment.training) == 2
 
 
+@pytest.mark.nightly
 def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path):
-    config = settings(tmp_path, None, "data.phantom_shape=16,18,20")
+    config = settings(tmp_path, None, "data.phantom_shape=16,18,20", "patches.size=8,8,8", FEW)
     experiment = plan_experiment(config, 0)
     (folder,) = (tmp_path / "cache").glob("phantom-*")
     assert folder.name == "phantom-16x18x20-seed0"

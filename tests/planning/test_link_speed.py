@@ -45,6 +45,7 @@ def test_a_process_measures_the_gpus_that_are_meant(monkeypatch):
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.nightly
 def test_a_measurement_that_fails_is_an_assumption(monkeypatch):
     if not torch.cuda.is_available():
         assert measure_link(GPUS[:2]) == math.inf  # the process finds no GPU

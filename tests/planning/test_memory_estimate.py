@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.products import by_night
 from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure, measure_shards, predicted
 from unet3d.config import AugmentationSettings, ModelSettings, load_config
 from unet3d.errors import DeviceError, VolumeError
@@ -23,6 +24,19 @@ from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment
 from unet3d.planning.memory_estimate import MESSAGE_BYTES, Step, predict_memory, predict_shards
 from unet3d.planning.network_plan import plan_without_data
+
+
+def by_day(options: dict[str, Any], *names: str) -> list[Any]:
+    """Return named parameters of a test, of which all but some are for the night."""
+    assert options.keys() >= set(names)
+    return [
+        pytest.param(
+            *(own if isinstance(own, tuple) else [own]),
+            id=name,
+            marks=() if name in names else pytest.mark.nightly,
+        )
+        for name, own in options.items()
+    ]
 
 
 def peaks(step: Step) -> list[int]:
@@ -70,7 +84,10 @@ SLOTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize(
+    "options",
+    by_day(SLOTS, "batch Dice", "odd batch", "bfloat16", "adamw, float64", "trained elsewhere"),
+)
 def test_what_is_predicted_is_what_is_measured_to_the_byte(options, monkeypatch):
     changes = {"num_slots": 2, **options}
     step = step_of((CPU,) * changes.pop("num_slots"), changes)
@@ -78,6 +95,7 @@ def test_what_is_predicted_is_what_is_measured_to_the_byte(options, monkeypatch)
     assert predict_memory(step).memory == measure(step)
 
 
+@pytest.mark.nightly
 def test_batch_dice_takes_no_more_memory():
     """The first forward pass of micro-batches keeps nothing, because a second one follows."""
     plain, joined = (
@@ -113,7 +131,7 @@ SHARDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("options", by_day(SHARDS, "batch Dice", "bfloat16", "trained elsewhere"))
 def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(options, monkeypatch):
     changes = {"num_shards": 2, "min_divided": division.MIN_DIVIDED_ELEMENTS, **options}
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", changes.pop("min_divided"))
@@ -124,6 +142,7 @@ def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(option
     assert [one.memory for one in shards] == measure_shards(step)
 
 
+@pytest.mark.nightly
 def test_shards_of_a_kind_are_predicted_once(monkeypatch):
     asked: list[int] = []
 
@@ -136,6 +155,7 @@ def test_shards_of_a_kind_are_predicted_once(monkeypatch):
     assert len(asked) == 4  # slabs at the ends and between them, of two sizes
 
 
+@pytest.mark.nightly
 def test_a_shard_of_a_gpu_takes_its_share():
     step = make_step(GPUS[:1], (256, 128, 128), 1, precision="bfloat16", model=WIDE)
     (one,) = predicted(step).memory.values()
@@ -196,7 +216,9 @@ def test_gpus_are_predicted_without_gpus():
     assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
 
 
-@pytest.mark.parametrize(("norm", "lowest", "highest"), [("group", 1.2, 1.35), ("batch", 0.5, 0.6)])
+@pytest.mark.parametrize(
+    ("norm", "lowest", "highest"), [("group", 1.2, 1.35), *by_night(("batch", 0.5, 0.6))]
+)
 def test_autocast_is_predicted_as_gpus_do_it(norm, lowest, highest):
     """GPUs' autocast computes a group norm in float32, CPUs' does not.
 
@@ -233,6 +255,7 @@ def test_the_more_is_made_again_the_less_is_kept():
 
 
 @pytest.mark.parametrize(("how", "precision"), [("level", "bfloat16"), ("norm", "float32")])
+@pytest.mark.nightly
 def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
     how, precision, monkeypatch
 ):
@@ -296,9 +319,8 @@ MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
 (``benchmarks/results/scaling-h100x4-2026-11-28.json``)."""
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_what_gpus_took_is_predicted_without_them(name):
-    options, measured = MEASURED[name]
+@pytest.mark.parametrize(("options", "measured"), by_day(MEASURED, "captured", "two slabs"))
+def test_what_gpus_took_is_predicted_without_them(options, measured):
     changes = {"num_gpus": 1, "size": (192, 192, 192), "precision": "bfloat16", **options}
     step = step_of(GPUS[: changes.pop("num_gpus")], changes, LARGE)
     one_channel = replace(step.topology, in_channels=1)
@@ -306,6 +328,7 @@ def test_what_gpus_took_is_predicted_without_them(name):
     assert found == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_two_slots_on_one_gpu_share_its_peak():
     apart, shared = (make_step(gpus, precision="bfloat16") for gpus in (GPUS[:2], GPUS[1:2] * 2))
     peak, again = peaks(shared)
@@ -315,7 +338,7 @@ def test_two_slots_on_one_gpu_share_its_peak():
     assert activations(shared) == pytest.approx(activations(apart), rel=0.02)
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("has_bfloat16", [True, *by_night(False)])
 def test_a_cpu_beside_a_gpu_computes_in_what_it_has(has_bfloat16, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
     mixed = make_step((CPU, GPUS[0]), precision="bfloat16")
@@ -335,6 +358,7 @@ def test_the_slots_of_a_cpu_add_up():
     assert prediction.load({CPU: total // 2}) > 1
 
 
+@pytest.mark.nightly
 def test_the_network_of_a_plan_is_that_of_the_training(tmp_path):
     shape = ["data.phantom_shape=30,40,20", "data.spacing_mm=native"]
     config = load_config(None, [f"data.cache={tmp_path}", "patches.memory_gib=1.2", *shape])

@@ -79,11 +79,12 @@ def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path):
         assert ("spatial" in modes) == (count == 16)
 
 
+@pytest.mark.nightly
 def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(tmp_path):
     """A batch of two is as large along each axis as the larger of the two volumes."""
     few = ("training.epochs=1", "training.batch_size=2", "data.num_folds=3")
     few += ("training.steps_per_epoch=3", "model.base_channels=2", "inference.overlap=0")
     config = crossed(tmp_path, *few, "parallel.devices=cpu", "patches.augmentation=none")
-    run(config, tmp_path / "run")
+    run(config, tmp_path / "run", is_bare=False)
     (slot,) = json.loads((tmp_path / "run" / "memory.json").read_text())["slots"]
     assert slot["measured"]["peak_bytes"] == slot["predicted"]["peak_bytes"]

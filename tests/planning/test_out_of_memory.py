@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.products import by_night
 from tests.steps import CPU, GPUS, WIDE, make_step, predicted
 from unet3d.errors import DoesNotFitError
 from unet3d.memory import host
@@ -15,6 +16,8 @@ from unet3d.planning.out_of_memory import (
     refuse_beyond_host,
     warn_if_too_large,
 )
+
+pytestmark = pytest.mark.usefixtures("launched")
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
@@ -59,7 +62,7 @@ def test_out_of_memory_names_the_slot_and_what_would_fit():
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("offload", ["none", "skips"])
+@pytest.mark.parametrize("offload", ["skips", *by_night("none")])
 def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
     given = {"recompute": "off", "offload": offload}
     message = explained(make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, **given))
@@ -72,6 +75,7 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.nightly
 def test_out_of_memory_of_a_shard_names_the_number_that_would_fit():
     step = make_step(GPUS[:1], (640, 512, 512), 1, 1, "bfloat16", WIDE, num_shards=2, shard=1)
     message = explained(replace(step, layout=replace(step.layout, devices=GPUS[1:2])), gpu=1)
@@ -88,6 +92,7 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit():
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("change", [{"norm": "batch"}, {}], ids=str)
+@pytest.mark.nightly
 def test_stages_are_advised_where_a_volume_cannot_be_divided(change):
     size = (192, 192, 192) if change else (1, 2048, 2048)
     model = WIDE.model_copy(update={"channels": (32, 64), **change})

@@ -109,6 +109,7 @@ def test_processes_on_a_cpu_share_its_memory():
     }  # one process has two of these devices
 
 
+@pytest.mark.nightly
 def test_an_option_is_the_step_of_one_process():
     config, _ = planned()
     dims = placed(config.parallel, "spatial", GPUS[:6], 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.products import by_night
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
@@ -14,6 +15,8 @@ from unet3d.planning import placements
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import PlacementOption, choose_mode, possible_dims, timed_options
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
+
+pytestmark = pytest.mark.usefixtures("launched")
 
 GIB = 1024**3
 
@@ -69,15 +72,17 @@ SMALL = "patches.size=32,32,32"
     [
         (FOUR, (LARGE, "training.batch_size=1"), ("spatial", 1, 4)),
         (FOUR, (LARGE, "training.batch_size=4"), ("data", 1, 4)),
-        (FOUR, (LARGE, "training.batch_size=2"), ("spatial", 2, 4)),
         # A replica has a patch for each micro-batch.
         (FOUR, (LARGE, "training.batch_size=4", "training.micro_batches=4"), ("spatial", 1, 4)),
         (FOUR, (SMALL, "training.batch_size=1"), ("none", 1, 1)),
         (FOUR, (LARGE, "training.batch_size=4", "parallel.replicas=2"), ("spatial", 2, 4)),
         ("parallel.devices=0,cpu", (LARGE,), ("model", 1, 2)),
-        ("parallel.devices=0,1", (LARGE, "model.norm=batch"), ("model", 1, 2)),
-        (FOUR, ("patches.size=3,64,64", "training.batch_size=1"), ("model", 1, 4)),
-        (FOUR, (LARGE, "training.batch_size=1", "parallel.replicas=2"), ("model", 2, 4)),
+        *by_night(
+            (FOUR, (LARGE, "training.batch_size=2"), ("spatial", 2, 4)),
+            ("parallel.devices=0,1", (LARGE, "model.norm=batch"), ("model", 1, 2)),
+            (FOUR, ("patches.size=3,64,64", "training.batch_size=1"), ("model", 1, 4)),
+            (FOUR, (LARGE, "training.batch_size=1", "parallel.replicas=2"), ("model", 2, 4)),
+        ),
     ],
     ids=str,
 )
@@ -145,6 +150,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
     assert f"against {3000 * one.seconds:.0f} with spatial over 2 GPUs" in line
 
 
+@pytest.mark.nightly
 def test_a_slow_link_is_measured_said_and_not_used(gpus, tmp_path, caplog):
     two = ("parallel.devices=0,1", "patches.size=128,128,128", "training.batch_size=2")
     large = (*two[:1], "patches.size=192,192,192", "training.batch_size=1")
@@ -183,8 +189,10 @@ def test_what_cannot_be_is_refused(tmp_path):
     [
         (2, (SMALL,), ("data", 1)),
         (4, (SMALL, "training.batch_size=2", "parallel.replicas=2"), ("spatial", 2)),
-        (2, (SMALL, "model.norm=batch"), ("data", 1)),
-        (4, ("patches.size=3,32,32", "training.batch_size=1"), ("data", 1)),
+        *by_night(
+            (2, (SMALL, "model.norm=batch"), ("data", 1)),
+            (4, ("patches.size=3,32,32", "training.batch_size=1"), ("data", 1)),
+        ),
     ],
     ids=str,
 )

@@ -84,30 +84,7 @@ def ways_of(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_a_replica_takes_what_its_share_takes(capsys, tmp_path):
-    memory = ("--device-memory", "2")
-    three = ("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory)
-    ways, out = ways_of(capsys, tmp_path, *three)
-    assert list(ways) == ["1 none 1", "3 data 1", "1 spatial 1", "1 model 1"]
-    data = ways["3 data 1"]
-    assert data["asked"]
-    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
-        (index, index, f"cuda:{index}") for index in range(3)
-    ]
-    # Each replica holds the whole network, and the largest share has two patches.
-    alone, _ = ways_of(capsys, tmp_path, "--devices", "0", "--batch-size", "2", *memory)
-    (one,) = alone["1 none 1"]["slots"]
-    for slot in data["slots"]:
-        assert slot["blocks"] == one["blocks"]
-        for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
-            assert slot["predicted"][kind] == one["predicted"][kind] > 0
-        # Gradients are exchanged in fixed memory, which is there during forward, too.
-        assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
-    assert (ways["1 none 1"]["largest_shape"][0], data["largest_shape"][0]) == (2048 // 5, 1024)
-    assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
-
-
-@pytest.mark.usefixtures("no_search")
+@pytest.mark.nightly
 def test_shards_have_a_row_each(capsys, tmp_path):
     spread = ("--parallel", "spatial", "--device-memory", "2", "--batch-size", "2")
     ways, out = ways_of(capsys, tmp_path, "--devices", "0,1,2", *spread)
@@ -133,6 +110,7 @@ def test_shards_have_a_row_each(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("no_search")
+@pytest.mark.nightly
 def test_auto_is_chosen_and_starred(capsys, tmp_path):
     four = ("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1")
     fewer = ("--set", "model.num_levels=3")
@@ -165,6 +143,7 @@ def test_what_is_not_predicted_is_said(capsys, tmp_path):
     assert "parallel.data_parallel=true is not predicted" in " ".join(out.split())
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     small = ("--shape", "32,32,16", "--batch-size", "1")

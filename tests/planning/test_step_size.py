@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.products import by_night
 from tests.steps import CPU, make_step, predicted
 from unet3d.config import Config, ModelSettings, Shape, load_config
 from unet3d.errors import ConfigError, DoesNotFitError
@@ -87,6 +88,7 @@ def test_the_patch_fits_and_the_next_larger_one_does_not():
     assert needed_gib(config, network, topology=plan(larger), sizes=frozenset([larger])) > 1.8
 
 
+@pytest.mark.nightly
 def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     data = (240, 200, 160)
     _, free = planned(data, "patches.memory_gib=1.8")
@@ -139,7 +141,10 @@ def test_a_batch_is_limited_by_the_data_and_the_devices(
     assert network.batch_size == batch_size
 
 
-@pytest.mark.parametrize("changes", [(), ("training.batch_size=5",), ("patches.size=40,40,40",)])
+@pytest.mark.parametrize(
+    "changes",
+    [(), *by_night((("training.batch_size=5",),), (("patches.size=40,40,40",),))],
+)
 def test_a_settled_plan_is_planned_as_the_same(changes):
     """So a resumed run has the network with which it began, and all ranks have the same."""
     data = fingerprint((90, 61, 50), spacing_mm=(1.0, 1.0, 2.5))
@@ -154,6 +159,7 @@ def test_a_settled_plan_is_planned_as_the_same(changes):
     assert plan_fingerprint(batch, data, 1, 3).sizes == network.sizes
 
 
+@pytest.mark.nightly
 def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
     _, network = planned((64, 48, 6), "patches.memory_gib=0.5", "model.num_levels=4")
     assert sorted(network.size) == [6, 8, 32]  # the network's levels need one axis with 32 voxels
@@ -248,7 +254,9 @@ FEW = ModelSettings(channels=(8, 16), deep_supervision=False)
 
 
 @pytest.mark.parametrize(
-    ("size", "mib"), [((16, 16, 16), 100), ((64, 64, 32), 3), ((8, 16, 48), 100)], ids=str
+    ("size", "mib"),
+    [((64, 64, 32), 3), ((8, 16, 48), 100), *by_night(((16, 16, 16), 100))],
+    ids=str,
 )
 def test_the_largest_size_fits_and_the_next_does_not(size, mib):
     step = make_step((CPU, CPU), size=size, model=FEW)
@@ -271,6 +279,7 @@ def test_the_largest_size_fits_and_the_next_does_not(size, mib):
     assert predicted(replace(step, size=(x, y, z))).load(memory) > 1
 
 
+@pytest.mark.nightly
 def test_what_was_predicted_is_not_predicted_again(monkeypatch):
     step, memory = make_step((CPU,), model=FEW), {CPU: 4 * 1024**2}
     known = predicted(step)
@@ -285,6 +294,7 @@ def test_what_was_predicted_is_not_predicted_again(monkeypatch):
     assert largest_size(step, memory, known) == found
 
 
+@pytest.mark.nightly
 def test_shards_share_a_larger_volume():
     memory = {CPU: 2**30}
     one = largest_size(make_step((CPU,), model=FEW), memory)
@@ -294,6 +304,7 @@ def test_shards_share_a_larger_volume():
     assert predicted(replace(step, size=found).fullest()).load(memory) <= 1
 
 
+@pytest.mark.nightly
 def test_a_volume_has_planes_for_all_shards_and_parameters_have_room():
     assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
     step = make_step((CPU,), (32, 8, 8), 1, model=FEW, num_shards=20)

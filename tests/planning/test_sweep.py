@@ -12,6 +12,7 @@ import torch
 from tests.command_line import run
 from tests.images.samples import write_msd
 from tests.steps import CPU, make_step
+from tests.trainings import without_pictures
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -236,6 +237,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches
     monkeypatch.setattr(NetworkExecutor, "forward_backward", failing)
 
 
+@pytest.mark.nightly
 def test_running_out_of_memory_is_a_row_and_a_plan_predicts_what_training_takes(
     tmp_path, capsys, monkeypatch
 ):
@@ -279,6 +281,7 @@ def test_wrong_use_is_explained(arguments, status, reason, capsys, monkeypatch):
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_plan_predicts_the_balanced_cut_that_training_makes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     dataset, path = write_msd(tmp_path / "data", 2, (8, 8, 8)), tmp_path / "plan.json"
@@ -288,7 +291,8 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(tmp_path, capsys, 
     arguments = ("--config", file, "--micro-batches", 2)
     assert run("plan", dataset, *arguments, "--json", path) == 0
     assert "--micro-batches 2 --set parallel.cuts=time: up to" in capsys.readouterr().out
-    assert run("train", dataset, *arguments, "--quiet", "--output", tmp_path / "run") == 0
+    with without_pictures():
+        assert run("train", dataset, *arguments, "--quiet", "--output", tmp_path / "run") == 0
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     (asked,) = (way for way in json.loads(path.read_text())["ways"] if way["asked"])
     for planned, trained in zip(asked["slots"], record["slots"], strict=True):

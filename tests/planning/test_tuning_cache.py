@@ -190,6 +190,7 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     # A later measurement does not change a run that is resumed.
     remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
     again = ("train", "--quiet", "--resume", "--output", folder, "--epochs", 2)
-    assert run(*again, "--devices", "cpu,cpu") == 0
+    with trainings.bare():
+        assert run(*again, "--devices", "cpu,cpu") == 0
     assert stages_of(folder) == stages
     assert load_config(folder / "config.yaml").parallel.cuts == (3,)

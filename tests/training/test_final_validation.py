@@ -13,6 +13,7 @@ import torch
 
 from tests.command_line import run as run_command
 from tests.images.samples import write_volume
+from tests.products import by_night
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
 from tests.training.known_answers import Reader, checkpoint, watcher
@@ -39,14 +40,14 @@ CPU = torch.device("cpu")
 
 def of_two_folds(cache, *overrides):
     """Return a training that validates several cases, on a grid that is not their own."""
-    folds = ("data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1")
+    folds = ("data.num_folds=5", "data.spacing_mm=1.3,1,1", "training.epochs=1")
     return settings(cache, *folds, *overrides)
 
 
 @pytest.fixture(scope="module")
 def finished(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    run(of_two_folds(cache), folder, pictures=True)
+    run(of_two_folds(cache), folder, is_bare=False)
     return folder
 
 
@@ -112,7 +113,7 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
     assert record_of(folder)["cases"] != before["cases"]
 
 
-@pytest.mark.parametrize("when", ["write_segmentation", "score_labels"])
+@pytest.mark.parametrize("when", ["write_segmentation", *by_night("score_labels")])
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     finished, folder, cache, when, monkeypatch
 ):

@@ -212,6 +212,7 @@ def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
     assert words in caplog.text
 
 
+@pytest.mark.nightly
 def test_it_goes_on_without_the_file(cache, finished, tmp_path):
     init = shutil.copy(finished / "checkpoint-latest.pt", tmp_path / "init.pt")
     brief = ("training.epochs=1", "training.save_every_seconds=0")

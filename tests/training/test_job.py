@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.command_line import run as command
+from tests.products import by_night
 from tests.reports.records import assert_is_picture
 from tests.trainings import (
     assert_same_weights,
@@ -35,7 +36,7 @@ BRIEF = ("training.epochs=1", "training.steps_per_epoch=2")
 def finished(cache, tmp_path_factory):
     """An undisturbed run."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
-    run(settings(cache), folder, pictures=True)
+    run(settings(cache), folder, is_bare=False)
     return folder
 
 
@@ -107,7 +108,7 @@ def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on
         torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.parametrize("is_faster", [True, *by_night(False)])
 def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
     is_faster, cache, tmp_path, monkeypatch
 ):
@@ -134,18 +135,6 @@ def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
     run(settings(cache, *changes), tmp_path / "named")
     record = json.loads((tmp_path / "named" / "memory.json").read_text())
     assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
-
-
-def test_making_levels_again_trains_to_the_same_weights_with_less(cache, finished, tmp_path):
-    run(settings(cache, "memory.recompute=level"), tmp_path / "run")
-    assert_same_weights(tmp_path / "run", finished)
-    slots = [
-        json.loads((folder / "memory.json").read_text())["slots"][0]
-        for folder in (tmp_path / "run", finished)
-    ]
-    for kind in ("measured", "predicted"):
-        again, kept = (slot[kind]["activations_bytes"] for slot in slots)
-        assert again < 0.7 * kept, kind  # everything is kept in the decoder
 
 
 def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path):
@@ -178,7 +167,9 @@ def test_so_is_one_on_a_gpu(cache, tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize(("where", "state"), [("a step", (1, 2)), ("a validation", (1, 4))])
+@pytest.mark.parametrize(
+    ("where", "state"), [("a step", (1, 2)), *by_night(("a validation", (1, 4)))]
+)
 def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     finished, cache, tmp_path, monkeypatch, where, state
 ):
@@ -205,6 +196,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     assert losses(folder) == losses(finished)
 
 
+@pytest.mark.nightly
 def test_the_first_checkpoint_comes_after_an_epoch_and_before_it_a_run_begins_anew(cache, tmp_path):
     folder, brief = tmp_path / "run", ("training.epochs=2", "training.steps_per_epoch=2")
     config = settings(cache, *brief, "training.save_every_seconds=1000")
@@ -219,7 +211,8 @@ def test_the_first_checkpoint_comes_after_an_epoch_and_before_it_a_run_begins_an
 
 def test_a_run_with_a_patch_size_of_its_own_choice_resumes(cache, tmp_path):
     folder = tmp_path / "run"
-    chosen = ("patches.size=auto", *BRIEF, "training.save_every_seconds=0")
+    planned = ("patches.size=auto", "training.batch_size=auto")
+    chosen = (*planned, *BRIEF, "training.save_every_seconds=0")
     run_until_power_cut(settings(cache, *chosen), folder, num_steps=1)
     before = load_checkpoint(folder / "checkpoint-latest.pt").patch_size
     assert before is not None and before != (16, 16, 16)
@@ -243,4 +236,4 @@ def test_memory_that_a_step_lacks_is_explained(cache, tmp_path):
         raise MemoryError
 
     with before_steps(fail), pytest.raises(DoesNotFitError, match="memory"):
-        run(settings(cache, *BRIEF), tmp_path / "run")
+        run(settings(cache, *BRIEF), tmp_path / "run", is_bare=False)

@@ -23,6 +23,7 @@ FAST = (
 """Settings with which a few epochs are enough."""
 
 
+@pytest.mark.nightly
 def test_a_few_labelled_slices_are_enough(tmp_path, cache):
     """Four of five slices have no labels, and wrong answers there have no loss."""
     labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
@@ -42,6 +43,7 @@ def test_a_few_labelled_slices_are_enough(tmp_path, cache):
     assert checkpoint.preprocessing.ignore_value == 3
 
 
+@pytest.mark.nightly
 def test_regions_are_trained_scored_and_written(tmp_path, cache):
     """As in BraTS: a core within the whole; two outputs, not two classes."""
     labels = {"background": 0, "whole": [1, 2], "core": 2}

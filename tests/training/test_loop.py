@@ -19,6 +19,7 @@ def shown_losses(cache, folder, monkeypatch, save_every_seconds):
     return [loss for _, _, loss in shown]
 
 
+@pytest.mark.nightly
 def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_behind(
     cache, tmp_path, monkeypatch
 ):

@@ -3,14 +3,14 @@ import math
 import numpy as np
 
 from tests.patches.known_cases import PLAIN
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.config import AugmentationSettings
 from unet3d.patches.augment.cut import Placement, shape_of
 from unet3d.patches.augment.device import DeviceAugmentation, largest_reach
 from unet3d.patches.augment.draw import AugmentationDraw
 
 
-@pairwise(
+@each_value(
     size=[(32, 32, 32), (16, 40, 24), (1, 20, 30)],
     spacing=[(1, 1, 1), (0.7, 1.0, 1.5), (1, 1, 5), (5, 5, 1), (1, 5, 25)],
     changes=[

@@ -20,7 +20,10 @@ from unet3d.reports.pages.segmentation_page import segmentation_page
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"there is none of {', '.join(NAMES)}")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason=f"there is none of {', '.join(NAMES)}"),
+    pytest.mark.nightly,
+]
 
 FLAGS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 SKY, ORANGE, VERMILION = (86, 180, 233), (230, 159, 0), (213, 94, 0)  # Okabe and Ito
@@ -148,7 +151,6 @@ def test_the_canvas_shows_the_labels_in_their_colours(viewer):
     assert near(viewer.pixels(), SKY).sum() > 2000
 
 
-@pytest.mark.nightly
 def test_a_name_leads_to_its_label_which_is_on_its_side_of_every_plane(viewer):
     page = viewer.page
     page.click("button.place >> nth=1")
@@ -168,7 +170,6 @@ def test_a_name_leads_to_its_label_which_is_on_its_side_of_every_plane(viewer):
         assert columns.mean() < pixels.shape[1] / 2 and rows.mean() < pixels.shape[0] / 2
 
 
-@pytest.mark.nightly
 def test_many_labels_have_their_colours_and_the_background_has_none(browser, tmp_path):
     num_labels = 300
     labels = np.zeros((40, 40, 40), np.uint16)
@@ -189,7 +190,6 @@ def test_many_labels_have_their_colours_and_the_background_has_none(browser, tmp
     opened.close()
 
 
-@pytest.mark.nightly
 def test_where_left_is_unknown_x_runs_to_the_right_and_lengths_are_those_of_cells(
     browser, tmp_path
 ):
@@ -220,7 +220,6 @@ def test_where_left_is_unknown_x_runs_to_the_right_and_lengths_are_those_of_cell
     opened.close()
 
 
-@pytest.mark.nightly
 def test_every_key_does_what_the_page_says(viewer):
     page = viewer.page
     page.click("button.place >> nth=0")
@@ -253,7 +252,6 @@ def test_every_key_does_what_the_page_says(viewer):
     assert page.input_value("#opacity") == "40"
 
 
-@pytest.mark.nightly
 def test_where_the_viewer_cannot_be_is_a_picture(chromium, browser, segmentation, viewer):
     viewer.page.emulate_media(media="print")
     blind = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-3d-apis"])
@@ -270,7 +268,6 @@ def test_where_the_viewer_cannot_be_is_a_picture(chromium, browser, segmentation
     blind.close()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
 def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path, scheme, width):
     folder = write_run(tmp_path, **{"validation/cases.json": sample_run.cases(EVIL)})
@@ -285,7 +282,6 @@ def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path
         opened.close()
 
 
-@pytest.mark.nightly
 def test_headings_sort_by_keyboard(browser, tmp_path):
     folder = write_run(tmp_path)
     (tmp_path / "report.html").write_text(run_page(folder))
