@@ -1,5 +1,5 @@
 # make demo: install the package into .venv, then train, predict and evaluate on the built-in phantom data.
-# make test: lint and the default tests, as CI runs them; about five minutes on two cores.
+# make test: lint and the default tests, as CI runs them; about six minutes on two cores.
 # make nightly: lint and every test, including slow and rare ones; about 20 minutes.
 # make docs: build the site in site/; open site/index.html in a browser.
 # make pictures: draw the pictures of the product in docs/ anew; needs Chromium and a few minutes.

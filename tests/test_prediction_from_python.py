@@ -13,6 +13,7 @@ import unet3d
 from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
+from tests.products import by_night
 from unet3d.errors import (
     CheckpointError,
     ConfigError,
@@ -195,36 +196,37 @@ def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
         unet3d.load(archive, folds=[2], devices="cpu")
 
 
-def test_files_are_segmented_as_the_command_does(checkpoint, file, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("devices", "parallel"), [("cpu", None), *by_night((["cpu", "cpu"], "spatial"))]
+)
+def test_files_are_segmented_as_the_command_does(
+    devices, parallel, checkpoint, file, tmp_path, caplog
+):
     """With all results, in this process or in ranks, and with errors listed at the end."""
-    bad = tmp_path / "bad.nii.gz"
+    bad, output = tmp_path / "bad.nii.gz", tmp_path / "output"
     bad.write_bytes(b"nothing")
     words = ("--checkpoint", checkpoint, "--devices", "cpu", "--overlap", 0.25, "--statistics")
     assert run("predict", file, "-o", tmp_path / "command", *words) == 0
     expected = {path.name: path.read_bytes() for path in (tmp_path / "command").iterdir()}
-    asked = {"overlap": 0.25, "statistics": True}
-    for devices, parallel in ((["cpu", "cpu"], "spatial"), ("cpu", None)):
-        caplog.clear()
-        output = tmp_path / str(parallel)
-        with (
-            caplog.at_level("INFO", logger="unet3d"),
-            pytest.raises(DatasetError, match="1 of 2 scans could not be segmented: .*bad.nii"),
-        ):
-            unet3d.predict(
-                [file, bad],
-                [checkpoint],
-                output=output,
-                devices=devices,
-                parallel=parallel,
-                **asked,
-            )
-        assert {path.name: path.read_bytes() for path in output.iterdir()} == expected
-        assert "computing on cpu" in caplog.text
-        assert caplog.text.count(f"{file} -> {output / 'scan.nii.gz'} (") == 1
-        assert f"Skipped: cannot read {bad}: " in caplog.text
-    found = unet3d.predict(file, checkpoint, output=output, devices="cpu", overwrite=True, **asked)
+    asked = {"overlap": 0.25, "statistics": True, "output": output, "devices": devices}
+    with (
+        caplog.at_level("INFO", logger="unet3d"),
+        pytest.raises(DatasetError, match="1 of 2 scans could not be segmented: .*bad.nii"),
+    ):
+        unet3d.predict([file, bad], [checkpoint], parallel=parallel, **asked)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == expected
+    assert "computing on cpu" in caplog.text
+    assert caplog.text.count(f"{file} -> {output / 'scan.nii.gz'} (") == 1
+    assert f"Skipped: cannot read {bad}: " in caplog.text
+    found = unet3d.predict(file, checkpoint, parallel=parallel, overwrite=True, **asked)
     assert found == (output / "scan.nii.gz",)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == expected
+
+
+def test_files_that_cannot_be_segmented_are_refused(checkpoint, file, tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "scan.nii.gz").touch()
     with pytest.raises(ResultExistsError, match=r"scan\.nii\.gz exists"):
         unet3d.predict(file, checkpoint, output=output)
     with pytest.raises(TypeError, match="has no option sharpen"):

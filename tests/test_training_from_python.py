@@ -181,6 +181,7 @@ def test_a_run_that_is_stopped_goes_on(cache, undisturbed, caplog):
     assert again == found and found.mean_dice is not None
 
 
+@pytest.mark.nightly
 def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch):
     events = []
     train_run = job.train_run

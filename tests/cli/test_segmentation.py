@@ -50,6 +50,7 @@ def test_a_single_scan_with_all_results_is_kept(scan, predicting, monkeypatch, c
     assert stamps_of("out") == made
 
 
+@pytest.mark.nightly
 def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out")
     assert run(*arguments) == 0

@@ -126,6 +126,7 @@ def test_a_restart_is_told_with_its_reason_unless_the_rank_was_asked_to_stop(
     assert sorted(path.name for path in tmp_path.glob("*-*")) == ["15-0", "9-0", "9-1"]
 
 
+@pytest.mark.nightly
 def test_the_reason_of_a_failing_rank_is_one_line(cache, tmp_path):
     diverging = ("training.learning_rate=1e30",)
     spread = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")

@@ -64,6 +64,7 @@ def be_deaf(ready):
     time.sleep(60)
 
 
+@pytest.mark.nightly
 def test_workers_that_do_not_listen_are_killed(monkeypatch):
     context = multiprocessing.get_context("spawn")
     ready = context.Event()

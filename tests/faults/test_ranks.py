@@ -118,7 +118,7 @@ def test_a_lost_rank_is_named(mode, loss, devices, cache, tmp_path):
     assert_goes_on(folder, cache)
 
 
-@pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.nightly
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode, cache, tmp_path):
     folder = tmp_path / "run"
@@ -139,12 +139,13 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode,
     ("mode", "number", "devices"),
     [
         ("spatial", signal.SIGTERM, CPUS),
-        pytest.param("data", signal.SIGINT, CPUS, marks=by_night),
-        pytest.param("spatial", signal.SIGINT, CPUS, marks=by_night),
-        pytest.param("data", signal.SIGTERM, CPUS, marks=by_night),
-        pytest.param("spatial", signal.SIGTERM, GPUS, marks=on_gpus),
+        ("data", signal.SIGINT, CPUS),
+        ("spatial", signal.SIGINT, CPUS),
+        ("data", signal.SIGTERM, CPUS),
+        pytest.param("spatial", signal.SIGTERM, GPUS, marks=pytest.mark.multigpu),
     ],
 )
+@pytest.mark.nightly
 def test_a_signal_stops_all_ranks_which_save_first(mode, number, devices, cache, tmp_path):
     folder = tmp_path / "run"
     process = start(folder, cache, mode, devices, *LONG, "training.save_every_seconds=1000")

@@ -85,7 +85,7 @@ def assert_like(image, expected):
         np.testing.assert_array_equal(image.read(channel=number)[0], values)
 
 
-@products.pairwise(
+@products.each_value(
     dtype=TYPES, scaling=SCALINGS, name=["scan.nii", "scan.nii.gz"], piece_voxels=[50, 2**20]
 )
 def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monk
     np.testing.assert_array_equal(open_image(path).whole(), expected)
 
 
-@products.pairwise(
+@products.each_value(
     axes=list(itertools.permutations(range(3))),
     steps=[(1, 1, 1), (-1, -1, 1), (-1, 1, -1), (1, -1, -1)],
     order=["C", "F"],

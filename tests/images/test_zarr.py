@@ -510,6 +510,7 @@ def test_damaged_chunks_are_refused(tmp_path, where):
     assert ("of 0 bytes" if where == "empty" else "a chunk is damaged or incomplete") in message
 
 
+@pytest.mark.nightly
 def test_nothing_is_said_of_the_other_chunks_after_an_error(tmp_path):
     path = zarr.create_array(tmp_path / "a.zarr", data=VOXELS, chunks=(1, 1, 21)).store.root
     for number in range(0, 9, 2):

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, results
 from tests.kernels.norm.closed_form import called
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import dice_ce_sums, region_sums
 from unet3d.kernels.loss_sums import MAX_CLASSES, gradient_of, sums
 
@@ -68,7 +68,7 @@ def test_a_fake_gpu_takes_the_operation(dtype):
 
 
 @pytest.mark.gpu
-@pairwise(
+@each_value(
     shape=[
         (1, 3, 40, 48, 56),
         (2, 2, 7, 9, 11),

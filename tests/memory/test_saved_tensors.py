@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.memory.saved_tensors import Saved, handling, save
 from unet3d.torch_private import storage_key
 
@@ -36,7 +36,7 @@ def factors():
     return a, torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
 
-@pairwise(outer=[None, (2, 3), (3, 4)], inner=[None, (2, 3), (3, 4)])
+@each_value(outer=[None, (2, 3), (3, 4)], inner=[None, (2, 3), (3, 4)])
 def test_backward_gets_what_stands_for_a_tensor(factors, outer, inner):
     a, b = factors
     # A replaced tensor comes back with doubled values.

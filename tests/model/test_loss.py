@@ -6,7 +6,7 @@ import torch
 from monai.losses import DiceCELoss
 
 from tests.gpu_waits import refused_waits
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.model import SegmentationLoss, dice_cross_entropy
 from unet3d.parallel.losses import total_of, weighted
 
@@ -83,7 +83,7 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     assert not gradient(terms.total, logits).any()
 
 
-@pairwise(
+@each_value(
     regions=[((1, 2, 3), (2, 3), (3,)), ((1, 2, 3),)],
     joins_samples=[False, True],
     ignores=[False, True],

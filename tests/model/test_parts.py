@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.model.shapes import topology_of
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.saved_tensors import handling
@@ -54,7 +54,7 @@ def backward(model, made):
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pairwise(
+@each_value(
     encoder=["plain", "residual"],
     options=[
         {},

@@ -13,7 +13,7 @@ import torch
 
 from tests.kernels.comparison import padded
 from tests.plain_network import gradients_of, make_batch, make_network, make_topology
-from tests.products import by_night, each_value
+from tests.products import each_value
 from tests.steps import WIDE, make_step, measure
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.maps import with_padding
@@ -195,7 +195,8 @@ def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
 
 
 @pytest.mark.usefixtures("parking_cpu")
-@pytest.mark.parametrize("num_devices", [2, *by_night(1)])
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.nightly
 def test_the_prediction_counts_it_to_the_byte(num_devices, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     predicted = []

@@ -139,6 +139,7 @@ def test_stages_share_the_multiplications_that_their_devices_do(kind, autocast, 
     assert dearest(costs, cuts) == min(dearest(costs, choice) for choice in choices)
 
 
+@pytest.mark.nightly
 def test_the_flops_are_those_of_the_convolutions_and_nothing_is_computed():
     model = make_model(norm="batch")
     before = {name: value.clone() for name, value in model.state_dict().items()}

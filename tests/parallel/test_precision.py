@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.networks import random_checkpoint
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.errors import DeviceError
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize, precision
@@ -235,7 +235,7 @@ class Formats(TorchDispatchMode):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-@pairwise(
+@each_value(
     encoder=["plain", "residual"],
     autocast=[torch.bfloat16, None],
     batch_size=[1, 2],

@@ -86,7 +86,7 @@ def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path):
             assert is_centred == [False] * (batch_size - expected) + [True] * expected
 
 
-def test_the_same_patches_whatever_the_workers(tmp_path):
+def test_the_same_patches_whatever_the_workers(tmp_path, forked_workers):
     labels = [np.random.default_rng(n).integers(0, 4, (9, 8, 7)).astype(np.uint8) for n in range(4)]
     cases = make_cases(tmp_path, [(9, 8, 7)] * 4, labels)
     alone = loader(cases, augmentation=LIVELY)

@@ -243,6 +243,7 @@ def test_every_parameter_and_buffer_is_on_its_device(devices):
         assert found.memory[slot.index].parameters_bytes == sum(sizes)
 
 
+@pytest.mark.nightly
 def test_the_more_is_made_again_the_less_is_kept():
     steps = [
         make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute=how)

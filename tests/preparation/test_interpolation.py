@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.preparation import interpolation
 from unet3d.preparation.interpolation import Resampling, interpolated, line_matrix, restored_slabs
 
@@ -74,7 +74,7 @@ def logits_of(shape):
     return torch.randn(3, *shape, generator=generator, dtype=torch.float64)
 
 
-@pairwise(grids=GRIDS, axis=[0, 1, 2], num_planes=[1, 3, 100], numbers=[1, 2**25])
+@each_value(grids=GRIDS, axis=[0, 1, 2], num_planes=[1, 3, 100], numbers=[1, 2**25])
 def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
     grids, axis, num_planes, numbers, monkeypatch
 ):
@@ -116,7 +116,7 @@ def test_the_same_grid_needs_nothing():
     assert all(one is other for one, other in zip(found, slabs, strict=True))
 
 
-@pairwise(grids=GRIDS, axis=[0, 1, 2], nearest=[0, 1, 2], num_planes=[1, 3, 100])
+@each_value(grids=GRIDS, axis=[0, 1, 2], nearest=[0, 1, 2], num_planes=[1, 3, 100])
 def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
     grid, shape = grids
     logits = logits_of(grid)

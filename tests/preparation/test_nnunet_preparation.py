@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.images.samples import held_image
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.preparation.interpolation import restored_slabs
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage, kept_box
@@ -127,7 +127,7 @@ def our_image(image, spacing_mm, target_mm, kinds, how):
     return PreparedImage(voxels.cut(box), plan), box
 
 
-@pairwise(thick=list(THICK), orders=[(3, 0), (3, 1), (1, 1)], transpose=TRANSPOSED, grids=GRIDS)
+@each_value(thick=list(THICK), orders=[(3, 0), (3, 1), (1, 1)], transpose=TRANSPOSED, grids=GRIDS)
 def test_prepared_images_are_those_of_nnunet(thick, orders, transpose, grids):
     shape, spacing_mm, target_mm = grids
     how = Interpolation(order=orders[0], thick=thick, across_slices=orders[1], clips=True)
@@ -151,7 +151,7 @@ def test_prepared_images_are_those_of_nnunet(thick, orders, transpose, grids):
             np.testing.assert_allclose(one, wanted, rtol=0, atol=atol)
 
 
-@pairwise(thick=list(THICK), across_slices=[0, 1], transpose=TRANSPOSED, grids=GRIDS)
+@each_value(thick=list(THICK), across_slices=[0, 1], transpose=TRANSPOSED, grids=GRIDS)
 def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, grids):
     shape, spacing_mm, target_mm = grids
     how = Interpolation(

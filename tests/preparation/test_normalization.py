@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.images.samples import held_image, noise
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.errors import VolumeError
 from unet3d.images import image as image_module
 from unet3d.images.geometry import geometry_of_affine
@@ -179,7 +179,7 @@ def image_of(stored, slope=1.0, inter=0.0):
     return held_image(stored, slope, inter)
 
 
-@pairwise(
+@each_value(
     dtype=["u1", "<u2", ">i2", "<i4", "?", "<f4", ">f8"],
     scaling=[(1.0, 0.0), (0.5, -1024.0), (1e30, 0.0), (-1e-30, 0.0)],
     axis=[None, 0, 1, 2],
@@ -231,7 +231,7 @@ def test_a_mask_without_voxels_has_no_intensities():
     assert (found.mean, found.std, found.lowest, found.highest) == (0, 0, [0], [0])
 
 
-@pairwise(
+@each_value(
     value=[math.nan, math.inf, -math.inf, 1e39], number=[1, 3, 4913], piece_voxels=[1, 300, 2**20]
 )
 def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from scipy import ndimage
 
 from tests.images.samples import held_image
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.errors import VolumeError
 from unet3d.preparation import interpolation, normalization
 from unet3d.preparation.normalization import ChannelNormalization
@@ -71,7 +71,7 @@ SHAPES = [
 ]
 
 
-@pairwise(
+@each_value(
     order=[1, 3], shapes=SHAPES, axis=[0, 1, 2], clips=[False, True], piece_voxels=[700, 2**24]
 )
 def test_planes_are_those_of_scipy(order, shapes, axis, clips, piece_voxels, monkeypatch):
@@ -86,7 +86,7 @@ def test_planes_are_those_of_scipy(order, shapes, axis, clips, piece_voxels, mon
     assert_planes(prepared, axis, 4, expected)
 
 
-@pairwise(
+@each_value(
     across=[0, 1],
     thick_axis=[0, 1, 2],
     axis=[0, 1, 2],

@@ -106,6 +106,7 @@ LATE_SECONDS = 0.1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
+@pytest.mark.nightly
 def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     cache, tmp_path, monkeypatch, caplog, device
 ):

@@ -8,7 +8,7 @@ from scipy.spatial.transform import Rotation
 from torch.nn import functional
 
 from tests.kernels.affine.boxes import MATRICES, SHIFT, SIZES, TURNED, call, case, centred, sampled
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
@@ -40,7 +40,7 @@ def check(image, label, matrix, offset, size):
     np.testing.assert_array_equal(label_out.numpy()[is_clear], classes[parts.argmax(0)][is_clear])
 
 
-@pairwise(matrix=list(MATRICES), sizes=SIZES)
+@each_value(matrix=list(MATRICES), sizes=SIZES)
 def test_image_and_labels_are_interpolated(matrix, sizes):
     box, size = sizes
     image, label = case(box, channels=2)
@@ -109,7 +109,7 @@ def mirrored(box, signs, offset, size):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pairwise(
+@each_value(
     first=[(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 45, 0)],
     signs=FLIPS,
     dtype=[torch.float16, torch.float64],

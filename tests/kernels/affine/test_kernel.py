@@ -17,13 +17,13 @@ from tests.kernels.affine.boxes import (
     centred,
     sampled,
 )
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
 
 @pytest.mark.gpu
-@pairwise(
+@each_value(
     matrix=list(MATRICES),
     sizes=[*SIZES, ((150, 70, 90), (131, 65, 77))],
     types=[

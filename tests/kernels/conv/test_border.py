@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, padded, tensor
 from tests.kernels.comparison import results as results_of
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import add_border
 from unet3d.kernels.maps import is_padded, mark_folded, was_folded
 from unet3d.kernels.sharding import sharded
@@ -46,7 +46,7 @@ def results(function, given):
     return results_of(lambda *values: centred(function(*values)), given)
 
 
-@pairwise(size=SIZES, kernel=KERNELS, memory=LAYOUTS)
+@each_value(size=SIZES, kernel=KERNELS, memory=LAYOUTS)
 def test_it_is_the_bias_but_for_a_constant(size, kernel, memory):
     x, weight, bias = values(size, kernel)
     given = x.contiguous(memory_format=memory), weight.contiguous(memory_format=memory), bias

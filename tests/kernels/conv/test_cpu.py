@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
 from tests.model.shapes import HALF, ONE, topology_of
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import conv1x1x1
 from unet3d.kernels.conv import cpu, slabs
 from unet3d.memory.saved_tensors import handling
@@ -30,7 +30,7 @@ def assert_as_in_float64(function, plain, x, weight):
     return actual[0]
 
 
-@pairwise(
+@each_value(
     planes=[2, 3, 7, 8],
     stride=[(1, 1, 1), (2, 2, 2), (1, 2, 2), (3, 1, 2)],
     x_padding=[0, 1],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.comparison import assert_same, between, padded, results, tensor
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
@@ -25,7 +25,7 @@ def test_a_padded_map_shows_its_own_voxels_only():
     assert torch.equal(with_padding(made), F.pad(x, (1, 1)))
 
 
-@pairwise(
+@each_value(
     sizes=[(1, 8, 8), (2, 32, 16), (2, 8, 24)],
     x_padding=[0, 1],
     pads_x=[False, True],
@@ -44,7 +44,7 @@ def test_two_voxels_at_a_time_give_the_same(sizes, x_padding, pads_x, pads_dy, l
     assert_same(results(lambda x, w: FoldedConvolution.apply(x, w, x_padding), given, dy), expected)
 
 
-@pairwise(
+@each_value(
     stride=[(2, 2, 1), (2, 2, 2), (1, 2, 2)],
     inputs=[8, 40],
     is_sharded=[False, True],

@@ -17,7 +17,7 @@ from tests.kernels.comparison import (
     results,
     tensor,
 )
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import conv1x1x1, conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import upsample
@@ -48,7 +48,7 @@ SIZES = [(1, 12, 4, 5), (1, 13, 4, 5), (2, 12, 4, 5), (2, 9, 6, 4), (1, 2, 9, 9)
 STRIDES = [(1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1)]
 
 
-@pairwise(
+@each_value(
     layout=LAYOUTS,
     stride=STRIDES,
     size=SIZES,
@@ -98,7 +98,7 @@ def test_planes_that_are_read_and_made_are_those_that_are_counted(kernel, stride
             assert list(axis.readers_of(range(first, stop))) == reads
 
 
-@pairwise(
+@each_value(
     stride=[(2, 2, 2), (1, 2, 2), (3, 1, 2)],
     size=[(1, 6, 3, 2), (1, 7, 3, 2), (2, 6, 3, 2), (1, 1, 4, 4)],
     limit=[60, 100, 250],
@@ -111,7 +111,7 @@ def test_transposed_convolutions_in_slabs_are_the_whole_ones(size, stride, limit
     assert_same(results(lambda x, w: slabs.upsample(x, w, stride), values), expected, 1e-12)
 
 
-@pairwise(size=[(1, 4, 3, 2), (2, 7, 2, 3)], left_out=[1, 3], limit=[60, 200, 500])
+@each_value(size=[(1, 4, 3, 2), (2, 7, 2, 3)], left_out=[1, 3], limit=[60, 200, 500])
 def test_transposed_convolutions_leave_planes_out(size, left_out, limit, monkeypatch):
     n, *space = size
     x, weight = tensor(n, 4, *space), tensor(4, 3, 4, 4, 2, seed=1)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS, assert_near, between, results, tensor
 from tests.kernels.norm.closed_form import called
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import conv3x3x3
 from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
 from unet3d.kernels.conv.stem_op import FORWARD, division_of, stem, stem_with_moments
@@ -31,7 +31,7 @@ def arguments(samples, inputs, outputs, size):
 
 
 @pytest.mark.gpu
-@pairwise(shape=SHAPES, is_sharded=[False, True], dtype=[torch.bfloat16, torch.float16])
+@each_value(shape=SHAPES, is_sharded=[False, True], dtype=[torch.bfloat16, torch.float16])
 def test_low_precision_on_a_gpu_against_float64(shape, is_sharded, dtype):
     image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
     is_sharded = is_sharded and image.shape[2] > 2
@@ -55,7 +55,7 @@ def test_low_precision_on_a_gpu_against_float64(shape, is_sharded, dtype):
 
 
 @pytest.mark.gpu
-@pairwise(shape=SHAPES, padding=[0, 1], mean=[0, 1000])
+@each_value(shape=SHAPES, padding=[0, 1], mean=[0, 1000])
 def test_moments_of_the_result_come_with_it(shape, padding, mean):
     image, weight = arguments(*shape)
     if image.shape[2] < 3:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import assert_near, assert_same, in_slabs, padded, results, tensor
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import upsampled_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import ComposedUpsampling, composed_kernel
@@ -41,7 +41,7 @@ def test_the_kernel_of_both_is_exact(stride):
     assert_same([y], [plain(x, up, weight)])
 
 
-@pairwise(
+@each_value(
     size=[(1, 3, 4, 2), (2, 2, 1, 5), (1, 7, 2, 3)],
     stride=STRIDES,
     outputs=[8, 40],

@@ -3,7 +3,7 @@ import torch
 
 from tests.kernels.comparison import LAYOUTS, assert_same, results
 from tests.kernels.norm.closed_form import EPS, arguments, closed_form, compare, in_float64, normed
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import instance_norm, triton_support
 from unet3d.kernels.maps import empty_map, with_padding
 from unet3d.kernels.norm import volume
@@ -45,7 +45,7 @@ def test_only_the_input_and_numbers_of_each_channel_are_kept():
 
 
 @pytest.mark.gpu
-@pairwise(
+@each_value(
     shape=[
         (1, 32, 40, 48, 56),
         (2, 5, 7, 9, 11),
@@ -75,7 +75,7 @@ def test_on_a_gpu_against_float64(shape, kind, slope, layout, monkeypatch):
 
 
 @pytest.mark.gpu
-@pairwise(
+@each_value(
     shape=[(1, 32, 20, 24, 56), (2, 5, 7, 9, 11)],
     kind=[(torch.float32, 1e-6), (torch.bfloat16, 5e-3)],
     has_room=[False, True],

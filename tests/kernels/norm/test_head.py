@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.comparison import assert_near, assert_same, channels_last
 from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, arguments, called, closed_form
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels import instance_norm, instance_norm_head
 from unet3d.kernels.maps import MAX_CHANNELS, mark_folded, with_padding
 from unet3d.kernels.norm import head as head_api
@@ -83,7 +83,7 @@ def test_few_channels_and_classes_are_joined_and_of_maps_only_the_input_is_kept(
 
 
 @pytest.mark.gpu
-@pairwise(
+@each_value(
     case=[
         ((1, 32, 40, 48, 56), 3),
         ((2, 5, 7, 9, 11), 16),

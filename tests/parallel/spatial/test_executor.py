@@ -347,6 +347,7 @@ class Alone:
         self.num_asked += values.numel() == 1
 
 
+@pytest.mark.nightly
 def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch):
     """Also if a run resumes at the smaller last batch of an epoch."""
     monkeypatch.setattr(graph, "POOLS", {"cpu": None})

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from tests.kernels.comparison import channels_last
 from tests.kernels.norm.closed_form import EPS, called
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels.conv.hopper import op, reference
 from unet3d.kernels.maps import empty_map, has_room, with_padding
 from unet3d.kernels.norm import op as norm
@@ -300,13 +300,13 @@ def check(name, values, device=None):
         assert len(made[1]) == 0
 
 
-@pairwise(channels=CHANNELS, shape=SHAPES, slope=SLOPES, stored=STORED)
+@each_value(channels=CHANNELS, shape=SHAPES, slope=SLOPES, stored=STORED)
 @pytest.mark.parametrize("name", CALLS)
 def test_against_float64(name, channels, shape, slope, stored):
     check(name, noise(channels, shape, slope, *stored))
 
 
-@pairwise(
+@each_value(
     channels=CHANNELS,
     shape=SHAPES,
     stored=[one for one in STORED if 1 in one[2]],

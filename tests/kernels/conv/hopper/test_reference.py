@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.comparison import assert_same, tensor
-from tests.products import pairwise
+from tests.products import each_value
 from unet3d.kernels.conv.hopper import reference
 
 NO_HALO = (None,) * 2
@@ -40,7 +40,7 @@ def convolved(z, kernel, sides):
     return F.conv3d(F.pad(z, (0, 0, 0, 0, *sides)), kernel, padding=(0, 1, 1))
 
 
-@pairwise(channels=CHANNELS, sides=SIDES, slope=[0.01, 1.0])
+@each_value(channels=CHANNELS, sides=SIDES, slope=[0.01, 1.0])
 def test_operations_are_those_of_a_normalised_map(channels, sides, slope):
     x, kernel, dy = maps(channels, sides)
     weight, bias, *statistics = affine = affine_for(x)
