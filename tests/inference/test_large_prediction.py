@@ -16,9 +16,9 @@ from pathlib import Path
 
 from unet3d.cli.app import main
 from unet3d.images import chunked
-from unet3d.inference import postprocessing, prediction
+from unet3d.inference import job, postprocessing
 
-prediction.LARGE_BYTES = postprocessing.MOST_VOXELS = chunked.KEPT_BYTES = 2**20
+job.LARGE_BYTES = postprocessing.MOST_VOXELS = chunked.KEPT_BYTES = 2**20
 try:
     main(sys.argv[1:])
 finally:
