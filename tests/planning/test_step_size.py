@@ -295,16 +295,6 @@ def test_what_was_predicted_is_not_predicted_again(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_shards_share_a_larger_volume():
-    memory = {CPU: 2**30}
-    one = largest_size(make_step((CPU,), model=FEW), memory)
-    step = make_step((CPU,), model=FEW, num_shards=3)
-    found = largest_size(step, memory)
-    assert math.prod(found) > 0.7 * 3 * math.prod(one)
-    assert predicted(replace(step, size=found).fullest()).load(memory) <= 1
-
-
-@pytest.mark.nightly
 def test_a_volume_has_planes_for_all_shards_and_parameters_have_room():
     assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
     step = make_step((CPU,), (32, 8, 8), 1, model=FEW, num_shards=20)

@@ -346,7 +346,6 @@ def alone(tmp_path):
     return load_config(None, [*few, *here, "training.precision=float32"])
 
 
-@pytest.mark.nightly
 def test_a_step_takes_time_and_what_was_predicted(alone, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the command sets it; this restores it
     network, path = plan_without_data(alone), tmp_path / "step.json"
