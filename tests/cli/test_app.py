@@ -20,6 +20,7 @@ from tests.images.samples import (
     write_nnunet,
     write_volume,
 )
+from tests.products import by_night
 from tests.reports.records import assert_is_picture
 from unet3d import __version__
 from unet3d.errors import DatasetError
@@ -152,9 +153,11 @@ start(way, run_name="__main__")
     [
         ("torch", "unet3d", signal.SIGINT),
         ("unet3d.cli.app", "unet3d", signal.SIGTERM),
-        ("numpy", str(ROOT / "cli.py"), signal.SIGTERM),
-        ("torch", str(ROOT / "cli.py"), signal.SIGHUP),
-        pytest.param("unet3d.training.job", "unet3d", signal.SIGHUP, marks=pytest.mark.nightly),
+        *by_night(
+            ("numpy", str(ROOT / "cli.py"), signal.SIGTERM),
+            ("torch", str(ROOT / "cli.py"), signal.SIGHUP),
+            ("unet3d.training.job", "unet3d", signal.SIGHUP),
+        ),
     ],
 )
 def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):

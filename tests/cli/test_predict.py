@@ -15,6 +15,7 @@ import pytest
 from tests.command_line import labels_of, names_in, refusal, run, scan_array
 from tests.images.samples import write_json, write_volume
 from tests.networks import random_checkpoint, set_to, write_checkpoint
+from tests.products import by_night
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -304,13 +305,12 @@ def test_a_terminal_counts_windows_and_a_log_does_not(scans, into_out, monkeypat
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ((), {}),
         (("--overlap", 0.75), {"overlap": 0.75}),
         (("--tta",), {"tta": True}),
-        (("--window", "whole"), {"window": "whole"}),
         (("--window", "12,10,8"), {"window": (12, 10, 8)}),
         (("--parallel", "model", "--devices", "cpu,cpu"), {}),
-        (("--devices", "cpu,cpu,cpu"), {}),
+        *by_night(((), {}), (("--window", "whole"), {"window": "whole"})),
+        *by_night((("--devices", "cpu,cpu,cpu"), {})),
     ],
     ids=str,
 )

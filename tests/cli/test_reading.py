@@ -59,6 +59,7 @@ def test_check_names_volumes_without_a_spacing(bare, capsys):
     assert "8x8x40 nm" in shown and "0 warnings" in shown
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_what_was_stated(bare, capsys):
     _, output = bare
     assert settings_of(output)["data"]["reading"]["spacing_mm"] == list(STATED_MM)
@@ -69,6 +70,7 @@ def test_a_run_keeps_what_was_stated(bare, capsys):
     assert run(*more, *STATED) == 0
 
 
+@pytest.mark.nightly
 def test_scans_labels_and_pages_get_it(bare, tmp_path, capsys):
     root, output = bare
     scan, result = root / "images/0.tif", tmp_path / "result.tif"

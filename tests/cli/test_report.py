@@ -27,6 +27,7 @@ def segmentation(folder, scan):
     return write_volume(folder / "a scan_seg.nii.gz", labels)
 
 
+@pytest.mark.nightly
 def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     """Pages understand what other commands write: no file is called damaged or missing."""
     phantoms = ("--set", "data.phantom_shape=16,16,16")

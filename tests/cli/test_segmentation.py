@@ -91,6 +91,7 @@ def test_scratch_files_change_nothing_and_are_gone(predicting):
     assert not names_in("disk")
 
 
+@pytest.mark.nightly
 def test_large_labels_are_in_a_file_beside_the_result(predicting, monkeypatch, capsys):
     path = write_volume(Path("a.nii.gz"), scan_array((30, 20, 19)))
     arguments = (*predicting, path, *ALL_RESULTS, "-o")

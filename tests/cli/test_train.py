@@ -94,6 +94,7 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
 
 
 @pytest.mark.usefixtures("data")
+@pytest.mark.nightly
 def test_the_seed_decides_the_weights(finished):
     for seed in (0, 6):
         assert run(*TRAINING[:-1], f"run {seed}", "--quiet", "--seed", seed) == 0
@@ -263,10 +264,11 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
     ("number", "num_workers"),
     [
         (signal.SIGTERM, 0),
-        pytest.param(signal.SIGINT, 2, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.nightly),
+        (signal.SIGINT, 2),
+        (signal.SIGKILL, 2),
     ],
 )
+@pytest.mark.nightly
 def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_workers):
     """SIGKILL reaches the first process only; others the whole group, as from a terminal."""
     write_msd(folder / "data", num_cases=60, shape=(40, 40, 40), spacing_mm=(1, 1, 1.5))

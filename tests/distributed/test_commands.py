@@ -43,6 +43,7 @@ def test_what_commands_say_at_the_same_time_has_their_names():
     assert line.startswith("c1: Error: ") and "nonsense" in line
 
 
+@pytest.mark.nightly
 def test_one_at_a_time_writes_to_the_terminal_and_a_failure_may_be_the_end(capfd):
     assert run(BAD, GOOD, slots=[()]) == ({"c0": 1, "c1": 0}, [])
     captured = capfd.readouterr()
@@ -50,6 +51,7 @@ def test_one_at_a_time_writes_to_the_terminal_and_a_failure_may_be_the_end(capfd
     assert run(BAD, GOOD, slots=[()], goes_on=False)[0] == {"c0": 1}
 
 
+@pytest.mark.nightly
 def test_each_slot_adds_its_own_words():
     slots = (("--set", "one=1"), ("--set", "two=2"))
     _, said = run(GOOD, GOOD, slots=slots, on_cpu=False)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.images.object_store import LocalServer
 from tests.images.zarr_stores import VOXELS, store, zipped
+from tests.products import by_night
 from unet3d.errors import VolumeError
 from unet3d.images.files import (
     is_collection,
@@ -99,7 +100,7 @@ def refusal(path, read=open_image):
     return message
 
 
-@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize("version", ["0.5", *by_night("0.4")])
 def test_a_store_at_a_url_is_read(tmp_path, server, version):
     store(tmp_path / "scan.ome.zarr", version=version)
     path = Path(f"{server.url}/scan.ome.zarr")

@@ -202,6 +202,7 @@ def test_blocks_give_the_labels_of_the_whole(trained, tmp_path):
     assert read_label_names(blocks) == read_label_names(whole)
 
 
+@pytest.mark.nightly
 def test_a_store_that_was_begun_otherwise_is_refused(trained, tmp_path):
     network, scan = trained
     path = tmp_path / "blocks.ome.zarr"

@@ -189,6 +189,7 @@ def test_a_store_whose_maker_was_killed_is_made(tmp_path, store):
         new_store(tmp_path, np.uint16)
 
 
+@pytest.mark.nightly
 def test_errors_name_the_bucket(tmp_path, store, trained, monkeypatch):
     new_store(tmp_path)
 

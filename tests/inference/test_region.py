@@ -123,6 +123,7 @@ def test_a_mask_and_a_crop_together(trained, tmp_path, segmented):
     assert segmented == [(slice(132, 140), slice(2, 7), slice(0, 90))]
 
 
+@pytest.mark.nightly
 def test_a_damaged_mask_stops_only_its_block(trained, tmp_path, segmented):
     network, scan, _ = trained
     mask = write_store(tmp_path / "m.ome.zarr", np.ones(SHAPE, np.uint8), chunks=(128, 8, 128))

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.products import by_night
 from tests.steps import CPU, GPUS, WIDE, make_step, predicted
 from unet3d.errors import DoesNotFitError
 from unet3d.memory import host
@@ -62,7 +61,8 @@ def test_out_of_memory_names_the_slot_and_what_would_fit():
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("offload", ["skips", *by_night("none")])
+@pytest.mark.parametrize("offload", ["none", "skips"])
+@pytest.mark.nightly
 def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
     given = {"recompute": "off", "offload": offload}
     message = explained(make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, **given))

@@ -176,6 +176,7 @@ def stages_of(folder: Path) -> list[list[str]]:
     return [slot["blocks"] for slot in record["slots"]]
 
 
+@pytest.mark.nightly
 def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     cache, folder = tmp_path / "cache", tmp_path / "run"
     config, here = settings(cache), step(cache)

@@ -125,6 +125,7 @@ def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
     assert json.loads((folder / "summary.json").read_text())["precision"] == kept
 
 
+@pytest.mark.nightly
 def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
     """Networks with other cuts are tested in ``test_transparency``."""
     changes = (*SPREAD, *BRIEF, "parallel.cuts=time")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.images.samples import write_json, write_msd
+from tests.products import by_night
 from tests.trainings import before_steps, contents, losses, run, run_until_power_cut, settings
 from unet3d.config import load_config
 from unet3d.errors import CheckpointError, ConfigError, Unet3dError
@@ -70,11 +71,16 @@ def refusal(place, *changes):
         ),
         (("training.optimizer=adamw",), "training.optimizer changed from sgd to adamw"),
         (("data.num_folds=2",), "in training before, in validation now"),
-        (("data.normalization=none",), "channels changed from [z-score] to [none]"),
-        (("data.spacing_mm=2,2,2",), "spacing_mm changed from [1.0, 1.0, 1.0] to [2.0, 2.0, 2.0]"),
         (("data.dataset=null",), "new in"),
         (("model.base_channels=8",), "another network"),
         (("training.epochs=1",), "training.epochs is 1, but "),
+        *by_night(
+            (("data.normalization=none",), "channels changed from [z-score] to [none]"),
+            (
+                ("data.spacing_mm=2,2,2",),
+                "spacing_mm changed from [1.0, 1.0, 1.0] to [2.0, 2.0, 2.0]",
+            ),
+        ),
     ],
 )
 def test_settings_that_would_make_it_another_run_are_refused(place, changes, words):
@@ -121,9 +127,8 @@ def test_what_may_change_is_named_and_takes_effect(place, caplog):
 @pytest.mark.parametrize(
     ("change", "num_steps"),
     [
-        ("training.batch_size=3", 1),
-        ("training.steps_per_epoch=1", 0),
         ("training.steps_per_epoch=4", 3),
+        *by_night(("training.batch_size=3", 1), ("training.steps_per_epoch=1", 0)),
     ],
 )
 def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(place, change, num_steps):
@@ -167,12 +172,11 @@ def test_a_finished_run_says_so_and_stays_as_it_is(place, caplog):
     [
         {"random": torch.zeros(3, dtype=torch.uint8)},
         {"random": [1]},
-        {"optimizer": None},
-        {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
         {"optimizer.state": {0: {"momentum_buffer": torch.ones(3)}}},
-        {"optimizer.state": {0: {"exp_avg": torch.ones(3)}}},
-        {"optimizer.state": {0: {"momentum_buffer": 3}}},
         {"state": {"epoch": "1"}},
+        *by_night({"optimizer": None}, {"optimizer.state": {0: {"momentum_buffer": 3}}}),
+        *by_night({"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}),
+        *by_night({"optimizer.state": {0: {"exp_avg": torch.ones(3)}}}),
     ],
     ids=str,
 )

@@ -108,6 +108,7 @@ def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path):
         assert sorted(map(tuple, np.round(ours, 3))) == sorted(map(tuple, np.round(true, 3)))
 
 
+@pytest.mark.nightly
 def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     monkeypatch.setattr(reduced, "MAX_VOXELS", 2000)
     page = Page(segmentation_page(*files))
