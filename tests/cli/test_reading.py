@@ -32,8 +32,8 @@ STATED_MM = (8e-6, 8e-6, 4e-5)
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """Return a data set of TIFF files that state no spacing, and a run that was told it."""
+def files(tmp_path_factory):
+    """Return a data set of TIFF files that state no spacing."""
     tifffile = pytest.importorskip("tifffile")
     root = tmp_path_factory.mktemp("bare")
     for number in range(2):
@@ -43,18 +43,22 @@ def bare(tmp_path_factory):
     cases = [{"image": f"images/{n}.tif", "label": f"labels/{n}.tif"} for n in range(2)]
     labels = {"background": 0, "left": 1, "right": 2}
     write_json(root / "dataset.json", {"labels": labels, "training": cases})
-    output = root / "run"
-    assert run("train", root, "--output", output, *TINY, *STATED) == 0
-    return root, output
+    return root
 
 
-def test_check_names_volumes_without_a_spacing(bare, capsys):
-    root, _ = bare
-    assert run("check", root) == 0
+@pytest.fixture(scope="module")
+def bare(files):
+    """Return the data set, and a run that was told its spacing."""
+    assert run("train", files, "--output", files / "run", *TINY, *STATED) == 0
+    return files, files / "run"
+
+
+def test_check_names_volumes_without_a_spacing(files, capsys):
+    assert run("check", files) == 0
     assert "no spacing is stated by 0.tif, 1.tif; give it with --spacing Z,Y,X" in (
         capsys.readouterr().out
     )
-    assert run("check", root, *STATED) == 0
+    assert run("check", files, *STATED) == 0
     shown = capsys.readouterr().out
     assert "8x8x40 nm" in shown and "0 warnings" in shown
 

@@ -154,6 +154,7 @@ def test_an_image_in_place_of_a_label_map_is_refused(tmp_path, dtype, message, s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_an_atlas_of_many_labels_is_no_image(tmp_path):
     path = write(tmp_path / "a.nii", np.arange(5**3, dtype=np.uint8).reshape(5, 5, 5))
     assert len(evaluate(path, path).labels) == 124

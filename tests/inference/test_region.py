@@ -64,6 +64,7 @@ def segmented(monkeypatch):
     return boxes
 
 
+@pytest.mark.nightly
 def test_a_crop_is_that_part_of_the_whole_at_its_place(trained, tmp_path):
     network, scan, whole = trained
     path = tmp_path / "part.ome.zarr"

@@ -58,6 +58,7 @@ def quick_steps(monkeypatch):
     monkeypatch.setattr(sweep, "NUM_TIMED_STEPS", 1)
 
 
+@pytest.mark.nightly
 def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastest_kept(tmp_path):
     found = swept(settings(tmp_path, "parallel.cuts=2"))
     layouts = [row.option.step.layout for row in found.rows]

@@ -13,7 +13,6 @@ import torch
 
 from tests.command_line import run as run_command
 from tests.images.samples import write_volume
-from tests.products import by_night
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
 from tests.training.known_answers import Reader, checkpoint, watcher
@@ -113,7 +112,8 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
     assert record_of(folder)["cases"] != before["cases"]
 
 
-@pytest.mark.parametrize("when", ["write_segmentation", *by_night("score_labels")])
+@pytest.mark.parametrize("when", ["write_segmentation", "score_labels"])
+@pytest.mark.nightly
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     finished, folder, cache, when, monkeypatch
 ):

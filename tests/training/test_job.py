@@ -108,7 +108,8 @@ def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on
         torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("is_faster", [True, *by_night(False)])
+@pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.nightly
 def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
     is_faster, cache, tmp_path, monkeypatch
 ):
