@@ -295,9 +295,11 @@ def run_watched(
         looking.append(threading.Thread(target=_watch_gpus, args=(stop, gpu)))
     for thread in looking:
         thread.start()
-    status = child.wait()
-    seconds = time.perf_counter() - began
-    stop.set()
+    try:
+        status = child.wait()
+        seconds = time.perf_counter() - began
+    finally:  # an interrupted benchmark must end, too
+        stop.set()
     for thread in looking:
         thread.join()
     row: dict[str, Any] = {"seconds": seconds, "host_bytes": max(host), "gpu_bytes": max(gpu)}
