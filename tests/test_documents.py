@@ -90,6 +90,8 @@ def shortened(words):
         if len(words) == 1 or words[1].startswith("-"):  # no data set named: phantoms
             words += ["--set", "data.phantom_shape=16,16,16"]
         given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
+        if "--micro-batches" in words:  # the batch is planned for them
+            given.add("training.batch_size")
         for option, value in zip(SMALL[::2], SMALL[1::2], strict=True):
             key = value.partition("=")[0]
             is_given = key in given if option == "--set" else option in words
