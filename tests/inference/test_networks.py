@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.networks import random_checkpoint, write_checkpoint
+from tests.rank_threads import in_threads
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
@@ -110,3 +111,49 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path):
     write_checkpoint(paths[0], patch_size=(8, 8, 8))
     with pytest.raises(CheckpointError, match="a.pt was replaced while it was in use; give the"):
         replaced[0]
+
+
+@pytest.mark.parametrize("per_machine", [2, 1])
+def test_ranks_read_the_files_of_the_first_one_which_sends_them_to_other_machines(
+    tmp_path, monkeypatch, per_machine
+):
+    path, sent = write_checkpoint(tmp_path / "a.pt"), []
+
+    def send(one, group):
+        sent.append(group.ranks.rank)
+        return load_checkpoint(one)
+
+    monkeypatch.setattr(networks, "network_from_first", send)
+
+    def read(group):
+        return Networks.read([path] if group.is_first else [], group)
+
+    expected = load_checkpoint(path).model
+    for found in in_threads(2, read, per_machine):
+        assert found.names == (str(path),)
+        for key, weight in found[0].model.items():
+            assert torch.equal(weight, expected[key])
+    assert sorted(sent) == ([] if per_machine == 2 else [0, 1])
+
+
+def test_ranks_do_not_compute_with_other_weights_than_the_first_one(tmp_path):
+    path = write_checkpoint(tmp_path / "a.pt")
+    content = path.read_bytes()
+
+    def read(group):
+        found = Networks.read([path], group)
+        if group.is_first:
+            found[0]
+        group.exchange(None)
+        if group.is_first:
+            replacement = tmp_path / "b.pt"
+            replacement.write_bytes(content)
+            replacement.replace(path)
+        group.exchange(None)
+        if group.is_first:
+            return found[0]
+        with pytest.raises(CheckpointError, match="a.pt was replaced while it was in use; give"):
+            found[0]
+        return None
+
+    in_threads(2, read)

@@ -208,7 +208,7 @@ def predict(
         # Shown now, because loading takes seconds before anything else is shown.
         click.echo(f"using {_in_words(checkpoints)}")
     else:
-        checkpoints = ()  # only the first rank reads the files
+        checkpoints = ()  # the first rank names the files
     with _ranks_ahead(settings, asked["images"], ranks):
         _run({**asked, "checkpoints": checkpoints}, ranks)
 

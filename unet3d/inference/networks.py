@@ -14,7 +14,7 @@ from unet3d.inputs.plain_data import is_close, shown
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.nnunet.model_files import known_as
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.checkpoint import Checkpoint, explained
 
 
 class Networks:
@@ -71,23 +71,26 @@ class Networks:
     def read(
         cls, paths: Sequence[Path], group: Group, changes: Mapping[str, Any] | None = None
     ) -> "Networks":
-        """Return the networks of files; with several ranks, the first rank reads and sends them.
+        """Return the networks of files that the first rank names; a collective call.
 
-        They predict with their own settings, except for ``changes`` by dotted key.
+        All ranks of a machine read the files; to other machines, the first rank sends them. The
+        networks predict with their own settings, except for ``changes`` by dotted key.
         """
-        names = [str(known_as(path)) for path in paths]
+        named = group.from_first(lambda: [[str(path), str(known_as(path))] for path in paths])
+        paths, names = [Path(path) for path, _ in named], [name for _, name in named]
 
         def changed(network: Checkpoint) -> Checkpoint:
             return replace(network, config=network.config.with_values(changes or {}))
 
-        if group.size > 1:
+        if group.ranks.local_world_size < group.size:
             loaded = [changed(network_from_first(path, group)) for path in paths]
             return cls(names, loaded, loaded.__getitem__)
+        states = group.from_first(lambda: list(map(_state, paths)))
         described = [changed(load_network(path, "description")) for path in paths]
 
         def load(index: int) -> Checkpoint:
             loaded = changed(load_network(paths[index]))
-            if replace(loaded, model={}) != replace(described[index], model={}):
+            if _state(paths[index]) != states[index]:
                 raise CheckpointError(
                     f"{names[index]} was replaced while it was in use; give the same command again"
                 )
@@ -128,6 +131,13 @@ class Networks:
         if not self._loaded:
             self._loaded = each_ahead(self._load, range(len(self)))
         return self._loaded[index].result()
+
+
+def _state(path: Path) -> list[int]:
+    """Return numbers that change when a file is replaced or written."""
+    with explained(known_as(path)):
+        found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def _computing(network: Checkpoint) -> tuple[Any, ...]:

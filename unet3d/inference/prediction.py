@@ -30,7 +30,6 @@ from unet3d.inference.placing import choose_mode
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scan_search import FoundScans, find_scans
 from unet3d.interruption import Interrupted
-from unet3d.nnunet.model_files import known_as
 from unet3d.parallel import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -56,10 +55,7 @@ def predict(
     parallel = request.placement
     with joined(ranks, PREDICTION) as group:
         group.open(parallel.timeout_seconds)
-        paths = request.checkpoints
-        # Only the first rank has the files.
-        known = [Path(one) for one in group.from_first(lambda: [str(known_as(p)) for p in paths])]
-        networks = Networks.read(paths if group.is_first else known, group, request.inference)
+        networks = Networks.read(request.checkpoints, group, request.inference)
         parallel = choose_mode(parallel, networks, ranks)
         dims = ParallelDims.resolve(parallel, ranks=ranks)
         preparation = networks.preprocessing
