@@ -26,6 +26,7 @@ def test_a_single_rank_gets_what_it_made_itself():
     assert ALONE.file_from_first(Path(__file__), lambda _: made) is made
     assert ALONE.in_turn(lambda: made) is made
     assert ALONE.all_reduce_flags(15, True) == (15, True)
+    assert ALONE.claiming()(0)
     assert not ALONE.has_begun("run")
     with pytest.raises(RuntimeError, match="a single rank has no other"):
         ALONE.new_group(torch.device("cpu"))
@@ -44,6 +45,17 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
     )
     assert folders == [tmp_path, tmp_path / "meeting"]
     assert not list((tmp_path / "meeting").iterdir())
+
+
+def test_each_number_is_claimed_by_one_rank():
+    def work(group):
+        first, other = group.claiming(), group.claiming()
+        own = [number for number in range(20) if first(number)]
+        return own, [number for number in range(3) if other(number)]
+
+    claimed = in_threads(3, work)
+    assert sorted(number for own, _ in claimed for number in own) == list(range(20))
+    assert sorted(number for _, own in claimed for number in own) == [0, 1, 2]
 
 
 def test_all_ranks_know_the_first_ones_result_and_values_and_sums_of_all():

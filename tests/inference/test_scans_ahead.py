@@ -17,6 +17,8 @@ from unet3d.inference.scans import Scan, ScansAhead, read_scan
 
 SHAPE = (12, 11, 10)
 SCAN_BYTES = 12 * 11 * 10 * 4
+TURNS = ((0, 1), (1, 2), (2, 3), (3, None))
+"""Each scan and the following one."""
 
 
 def scan_of(path):
@@ -69,14 +71,14 @@ def assert_is(taken, seed):
 def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
     ahead = ahead_of(scans)
     assert reading.read == []
-    ahead.begin()
+    ahead.begin(0)
     assert reading.wait_for("a")
-    for number in range(len(scans)):
-        assert_is(ahead.take(number), number)
+    for number, following in TURNS:
+        assert_is(ahead.take(number, following), number)
         assert reading.wait_for(*"abcd"[: number + 2])  # only one scan ahead
     assert reading.in_main == []
-    ahead_of([]).begin()  # no scans, or ``begin`` was not called
-    assert_is(ahead_of(scans[:1]).take(0), 0)
+    ahead_of([]).begin(None)  # no scans, or ``begin`` was not called
+    assert_is(ahead_of(scans[:1]).take(0, None), 0)
 
 
 def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
@@ -97,9 +99,9 @@ def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
         reading.read.clear()
         reading.in_main.clear()
         ahead = ahead_of(given, scratch)
-        ahead.begin()
-        for number in range(len(given)):
-            assert_is(ahead.take(number), number)
+        ahead.begin(0)
+        for number, following in TURNS:
+            assert_is(ahead.take(number, following), number)
         assert reading.read == list("abcd")
         assert reading.in_main == ([] if is_early else list("abcd"))
 
@@ -109,10 +111,10 @@ def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
     damaged = scans[3].images[0]
     damaged.write_bytes(damaged.read_bytes()[:-200])
     ahead = ahead_of(scans)
-    ahead.begin()
-    assert_is(ahead.take(0), 0)
+    ahead.begin(0)
+    assert_is(ahead.take(0, 1), 0)
     assert reading.wait_for("a", "b")
-    assert_is(ahead.take(2), 2)
+    assert_is(ahead.take(2, 3), 2)
     with pytest.raises(VolumeError, match=r"d\.nii\.gz"):  # in its turn
-        ahead.take(3)
+        ahead.take(3, None)
     assert sorted(reading.read) == list("abc")

@@ -169,6 +169,16 @@ class Group:
             self._watch.store.set(f"{key}/{machine}", "done")
         return result
 
+    def claiming(self) -> Callable[[int], bool]:
+        """Return a function that claims a number, once for all ranks; a collective call.
+
+        It returns whether this rank is the first to claim the number.
+        """
+        if self._watch is None:
+            return lambda number: True
+        key, store = self._next_key(), self._watch.store
+        return lambda number: bool(store.add(f"{key}/{number}", 1) == 1)
+
     def from_first(
         self,
         make: Callable[[], Result],

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Progress:
 class Job:
     """The scans of one command, or this rank's share of them.
 
-    If scans are distributed, each rank segments its own. Otherwise all ranks segment each scan
+    If scans are distributed, each rank claims one after another. Otherwise all segment each scan
     together: the first rank reads and writes, and if it fails, all ranks continue with the next
     scan.
     """
@@ -98,9 +99,6 @@ class Job:
         self._together = Group(Ranks()) if is_dealt else group
         """The ranks that segment each scan together."""
         self._scans = scans.to_segment
-        if is_dealt:
-            own = scans.to_segment[group.ranks.rank :: group.size]
-            self._scans = tuple(one for one in scans.to_segment if one in own or one.in_blocks)
         self._num_scans = scans.number
         self._request = request
         self._progress = progress
@@ -125,19 +123,23 @@ class Job:
             _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
         preprocessing = networks.preprocessing
         ahead = ScansAhead(self._scans, self._scratch, lambda image: measured(image, preprocessing))
+        turns = self._turns()
+        number = next(turns, None)
         if self._together.is_first:
-            ahead.begin()  # while networks are placed
+            ahead.begin(number)  # while networks are placed
         predictor = Predictor(
             networks, parallel, self._together, skips_empty=self._request.skip_background
         )
         if self._is_dealt:
             _log_in_all_ranks("unet3d")
         predictor.warm_up()
-        for number, scan in enumerate(self._scans, start=1):
+        while number is not None:
+            scan, following = self._scans[number], next(turns, None)
             began = time.monotonic()
             try:
-                with self._progress.scan(number, len(self._scans), scan.images[0].name):
-                    self._segment(number - 1, ahead, predictor, networks.names)
+                with self._progress.scan(number + 1, len(self._scans), scan.images[0].name):
+                    take = partial(ahead.take, number, following)
+                    self._segment(scan, take, predictor, networks.names)
             except (CheckpointError, RankError):
                 raise
             except (Unet3dError, OSError) as error:
@@ -150,6 +152,7 @@ class Job:
                 if self._together.is_first and (self._group.is_first or not scan.in_blocks):
                     seconds = time.monotonic() - began
                     self._progress.said(f"{scan.name} -> {place_of(scan.output)} ({seconds:.1f} s)")
+            number = following
         self._together.from_first(lambda: None)  # wait while the first rank writes the last scan
 
     def end(self) -> Unet3dError | OSError | None:
@@ -167,6 +170,13 @@ class Job:
                 f"{some(failures)}"
             )
         return self._error
+
+    def _turns(self) -> Iterator[int]:
+        """Yield the indices of this rank's scans; ranks claim distributed scans one by one."""
+        claims = self._group.claiming() if self._is_dealt else None
+        for number, scan in enumerate(self._scans):
+            if claims is None or scan.in_blocks or claims(number):
+                yield number
 
     def _skip(self, scan: Scan, error: Unet3dError | OSError) -> None:
         if self._num_scans == 1:
@@ -188,10 +198,14 @@ class Job:
         )
 
     def _segment(
-        self, number: int, ahead: ScansAhead, predictor: Predictor, checkpoints: Sequence[str]
+        self,
+        scan: Scan,
+        take: Callable[[], Measured],
+        predictor: Predictor,
+        checkpoints: Sequence[str],
     ) -> None:
         """Write all results of a scan, or none."""
-        scan, request, names = self._scans[number], self._request, predictor.label_names
+        request, names = self._request, predictor.label_names
         taken: Measured | None = None
         npy: Path | None = None
         replaces = request.overwrite
@@ -211,7 +225,7 @@ class Job:
                 if request.probabilities:
                     npy = new(scan.beside("probabilities"))
                 self._progress.stage("reading")
-                taken = ahead.take(number)
+                taken = take()
                 self._progress.stage("preparing")
 
             def windows_done(done: int, total: int) -> None:

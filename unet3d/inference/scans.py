@@ -112,7 +112,7 @@ def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
 
 
 class ScansAhead:
-    """Reads and measures scans in order, each while the previous one is in use."""
+    """Reads and measures a scan while another one is in use."""
 
     def __init__(
         self, scans: Sequence[Scan], scratch: Scratch, measure: Callable[[Image], "Measured"]
@@ -123,14 +123,14 @@ class ScansAhead:
         self._measure = measure
         self._begun: dict[int, Future[Measured | None]] = {}
 
-    def begin(self, number: int = 0) -> None:
-        """Begin to read and measure a scan, by default the first one."""
-        if number < len(self._scans) and not self._scans[number].in_blocks:
+    def begin(self, number: int | None) -> None:
+        """Begin to read and measure a scan by its index; None: no scan."""
+        if number is not None and not self._scans[number].in_blocks:
             scan = self._scans[number]
             self._begun[number] = ahead(lambda: self._read_small(scan))
 
-    def take(self, number: int) -> "Measured":
-        """Return a scan by its index, and begin with the next one.
+    def take(self, number: int, following: int | None) -> "Measured":
+        """Return a scan by its index, and begin with the following one.
 
         Errors of reading and measuring ahead are raised here.
         """
@@ -138,7 +138,7 @@ class ScansAhead:
         self._begun.clear()  # drops a scan that was never taken
         found = None if begun is None else begun.result()
         found = found or self._read(self._scans[number])
-        self.begin(number + 1)
+        self.begin(following)
         return found
 
     def _read(self, scan: Scan) -> "Measured":
