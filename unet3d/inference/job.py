@@ -173,9 +173,14 @@ class Job:
 
     def _turns(self) -> Iterator[int]:
         """Yield the indices of this rank's scans; ranks claim distributed scans one by one."""
-        claims = self._group.claiming() if self._is_dealt else None
-        for number, scan in enumerate(self._scans):
-            if claims is None or scan.in_blocks or claims(number):
+        numbers = range(len(self._scans))
+        if not self._is_dealt:
+            yield from numbers
+            return
+        claims = self._group.claiming()
+        # Large scans come first, so that no rank begins one when the other ranks end.
+        for number in sorted(numbers, key=lambda one: -_stored_bytes(self._scans[one])):
+            if self._scans[number].in_blocks or claims(number):
                 yield number
 
     def _skip(self, scan: Scan, error: Unet3dError | OSError) -> None:
@@ -272,6 +277,13 @@ class Job:
         )
         if not is_complete:
             self._progress.said(f"{place_of(scan.output)}: this part is done, but others are not")
+
+
+def _stored_bytes(scan: Scan) -> int:
+    try:
+        return sum(os.path.getsize(image) for image in scan.images)
+    except OSError:  # reading the scan will say why
+        return 0
 
 
 def _log_in_all_ranks(*names: str) -> None:
