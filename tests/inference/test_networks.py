@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.nnunet.models import write_model
 from tests.networks import random_checkpoint, write_checkpoint
 from tests.rank_threads import in_threads
 from unet3d.distributed.group import Group
@@ -157,3 +158,12 @@ def test_ranks_do_not_compute_with_other_weights_than_the_first_one(tmp_path):
         return None
 
     in_threads(2, read)
+
+
+def test_a_model_of_nnunet_whose_other_files_are_replaced_is_refused(tmp_path):
+    model = write_model(tmp_path / "model", 0)
+    found = Networks.read([model / "fold_0" / "checkpoint_final.pth"], ALONE)
+    described = model / "dataset.json"
+    described.write_text(described.read_text().replace('"organ"', '"kidney"'))
+    with pytest.raises(CheckpointError, match="checkpoint_final.pth was replaced while it was"):
+        found[0]

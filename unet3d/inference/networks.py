@@ -73,8 +73,8 @@ class Networks:
     ) -> "Networks":
         """Return the networks of files that the first rank names; a collective call.
 
-        All ranks of a machine read the files; to other machines, the first rank sends them. The
-        networks predict with their own settings, except for ``changes`` by dotted key.
+        Ranks on one machine all read the files; with several machines, the first rank sends them.
+        The networks predict with their own settings, except for ``changes`` by dotted key.
         """
         named = group.from_first(lambda: [[str(path), str(known_as(path))] for path in paths])
         paths, names = [Path(path) for path, _ in named], [name for _, name in named]
@@ -90,7 +90,9 @@ class Networks:
 
         def load(index: int) -> Checkpoint:
             loaded = changed(load_network(paths[index]))
-            if _state(paths[index]) != states[index]:
+            # A model of nnU-Net has more files, which its description is made of.
+            is_same = replace(loaded, model={}) == replace(described[index], model={})
+            if not is_same or _state(paths[index]) != states[index]:
                 raise CheckpointError(
                     f"{names[index]} was replaced while it was in use; give the same command again"
                 )
