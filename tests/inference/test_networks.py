@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.nnunet.models import write_model
 from tests.networks import random_checkpoint, write_checkpoint
+from tests.nnunet.models import write_model
 from tests.rank_threads import in_threads
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
