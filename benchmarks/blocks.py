@@ -1,17 +1,17 @@
 """Prediction in blocks: speed against a volume in memory and on two devices, and host memory.
 
-    python benchmarks/blocks.py --shape 1024,1024,1024 --devices 0,1 --json blocks.json
+    python benchmarks/blocks.py --shape 1024,1024,1024 --devices 0 --json blocks.json
     python benchmarks/blocks.py --shape 2048,1024,1024 --devices 0,1 --predict=--tta --repeats 2
     python benchmarks/blocks.py --shape 256,256,256 --devices cpu --window 32,32,32 --channels 4,8
     python benchmarks/blocks.py --shape 384,256,256 --block 128 --window 64,64,64 \
         --channels 8,16,32 --workers 2
 
-The first line is the rate of windows from OME-Zarr to OME-Zarr in blocks, without the first block,
-against the same network on a volume in memory. Then ``unet3d predict --block`` runs in separate
-processes, on the first device and on all, ``--repeats`` times each in turn; the shortest time
-counts. Last, one process segments 20 blocks of a volume of 10^12 voxels, whose chunks are all
-missing, so that they are zero. The network has random weights. ``--predict=--tta`` passes an option
-on. Needs the extra ``microscopy``.
+On one device, the first line is the rate of windows from OME-Zarr to OME-Zarr in blocks, without
+the first block, against the same network on a volume in memory. Then ``unet3d predict --block``
+runs in a process of its own. Last, it segments 20 blocks of a volume of 10^12 voxels, whose chunks
+are all missing, so that they are zero. On several devices, only the command runs, on the first
+device and on all, ``--repeats`` times each in turn; the shortest time counts. The network has
+random weights. ``--predict=--tta`` passes an option on. Needs the extra ``microscopy``.
 
 With ``--workers``, only the command runs, on a CPU: alone on one core, then that many times at
 once, on a core each.
@@ -183,7 +183,7 @@ def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str
     group.create_array("0", shape=(HUGE,) * 3, chunks=(128,) * 3, dtype="uint8")
     said: list[Any] = [sys.executable, "-m", "unet3d", "predict", scan, "-c", network]
     said += ["-o", folder / "of-huge.ome.zarr", "--part", f"1/{arguments.huge_parts}"]
-    said += ["--overlap", "0", "--devices", arguments.devices.split(",")[0]]
+    said += ["--overlap", "0", "--devices", arguments.devices]
     row = run_watched(said, {})
     if "reason" in row:
         sys.exit(f"unet3d predict: {row['reason']}")
@@ -198,19 +198,21 @@ def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str
 def on_devices(
     arguments: argparse.Namespace, scan: Path, network: Path, folder: Path
 ) -> dict[str, Any]:
-    """Measure rates, the command on the devices, and memory."""
-    first, *_ = devices_named(words(arguments.devices))
-    device = arguments.devices.split(",")[0]
-    in_blocks = rate_in_blocks(arguments, scan, network, folder / "rate.ome.zarr", device)
-    in_memory = max(rate_in_memory(arguments, first, at_once) for at_once in (1, 4))
+    """Measure the command on several devices; on one, also rates, and memory."""
+    device, *others = devices_named(words(arguments.devices))
+    if others:
+        rows: dict[str, Any] = dict(commands(arguments, scan, network, folder))
+        one, all_ = (row["seconds"] for row in rows.values())
+        print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
+        return rows
+    output = folder / "rate.ome.zarr"
+    in_blocks = rate_in_blocks(arguments, scan, network, output, arguments.devices)
+    in_memory = max(rate_in_memory(arguments, device, at_once) for at_once in (1, 4))
     print(
         f"windows a second: {in_blocks:.1f} from store to store, {in_memory:.1f} in memory, "
         f"{in_blocks / in_memory:.3f}"
     )
-    rows: dict[str, Any] = dict(commands(arguments, scan, network, folder))
-    if len(rows) == 2:
-        one, all_ = (row["seconds"] for row in rows.values())
-        print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
+    rows = dict(commands(arguments, scan, network, folder))
     rows["huge"] = huge(arguments, network, folder)
     rows["windows_a_second"] = {"in_blocks": in_blocks, "in_memory": in_memory}
     return rows

@@ -19,8 +19,7 @@ from unet3d.preparation.check import examine
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("step", "kernels", "training", "prediction", "scaling", "memory", "quality", "nnunet")
-SCRIPTS += ("large_predict", "boxes")
-SCRIPTS += ("membranes",)
+SCRIPTS += ("large_predict", "boxes", "blocks", "membranes")
 DOCUMENTS = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 DOCUMENTS += [ROOT / "benchmarks" / f"{name}.py" for name in SCRIPTS]
 SMALL = "--channels 4,8,8 --shape 16,16,16"

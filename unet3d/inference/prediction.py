@@ -1,8 +1,8 @@
 """A complete prediction: scan by scan, from file to file, in this process or in several ranks.
 
 All ranks run this program. In mode spatial, they segment every scan together, with a slab of each
-window. In mode data, for folders with at least as many scans as devices, each of n ranks segments
-every n-th scan on its own device.
+window. In mode data, for folders with at least as many scans as devices, each rank has a device,
+and claims one scan after another.
 """
 
 import json
