@@ -205,6 +205,8 @@ def on_devices(
         one, all_ = (row["seconds"] for row in rows.values())
         print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
         return rows
+    if max(arguments.shape) <= arguments.block:
+        sys.exit("--shape is a single block; name more, because the rate leaves out the first")
     output = folder / "rate.ome.zarr"
     in_blocks = rate_in_blocks(arguments, scan, network, output, arguments.devices)
     in_memory = max(rate_in_memory(arguments, device, at_once) for at_once in (1, 4))
