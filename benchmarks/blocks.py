@@ -195,18 +195,13 @@ def huge(arguments: argparse.Namespace, network: Path, folder: Path) -> dict[str
     return row
 
 
-def on_devices(
+def on_one_device(
     arguments: argparse.Namespace, scan: Path, network: Path, folder: Path
-) -> dict[str, Any]:
-    """Measure the command on several devices; on one, also rates, and memory."""
-    device, *others = devices_named(words(arguments.devices))
-    if others:
-        rows: dict[str, Any] = dict(commands(arguments, scan, network, folder))
-        one, all_ = (row["seconds"] for row in rows.values())
-        print(f"{arguments.devices}: {one / all_:.2f} times as fast as one")
-        return rows
+) -> dict[str, dict[str, Any]]:
+    """Measure rates, the command, and memory."""
     if max(arguments.shape) <= arguments.block:
         sys.exit("--shape is a single block; name more, because the rate leaves out the first")
+    (device,) = devices_named(words(arguments.devices))
     output = folder / "rate.ome.zarr"
     in_blocks = rate_in_blocks(arguments, scan, network, output, arguments.devices)
     in_memory = max(rate_in_memory(arguments, device, at_once) for at_once in (1, 4))
@@ -214,7 +209,7 @@ def on_devices(
         f"windows a second: {in_blocks:.1f} from store to store, {in_memory:.1f} in memory, "
         f"{in_blocks / in_memory:.3f}"
     )
-    rows = dict(commands(arguments, scan, network, folder))
+    rows = commands(arguments, scan, network, folder)
     rows["huge"] = huge(arguments, network, folder)
     rows["windows_a_second"] = {"in_blocks": in_blocks, "in_memory": in_memory}
     return rows
@@ -228,12 +223,16 @@ def main() -> None:
         scan, network = folder / "scan.ome.zarr", folder / "network.pt"
         write_scan(scan, arguments.shape, Pattern(arguments.shape, None), 1)
         write_network(arguments, network)
+        measure = on_one_device
         if arguments.workers is not None:
-            rows: dict[str, Any] = dict(on_cores(arguments, scan, network, folder))
-            alone, together = (row["seconds"] for row in rows.values())
-            print(f"{arguments.workers} at once: {alone / together:.2f} times as fast as one")
-        else:
-            rows = on_devices(arguments, scan, network, folder)
+            measure = on_cores
+        elif len(words(arguments.devices)) > 1:
+            measure = commands
+        rows = measure(arguments, scan, network, folder)
+    if measure is not on_one_device:
+        (_, one), (name, several) = rows.items()
+        ratio = one["seconds"] / several["seconds"]
+        print(f"{name}: {ratio:.2f} times as fast as one")
     names = ("shape", "block", "window", "channels", "classes", "predict", "repeats", "huge_parts")
     write_record(
         arguments.json,
